@@ -1,0 +1,349 @@
+"""Events in, rows out: joins legs, attributes each request once it is over, and shapes rows for the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvscope import events as ev
+from kvscope.attribution import Breakdown, Interval, Rates, attribute, wire_bounds
+from kvscope.join import Failure, Handshake, Joiner, Leg, Lease, Request, Source, client_id, fingerprint
+from kvscope.ring import Event, RingReader
+from kvscope.steps import OBSERVED, STEPS
+
+Row = tuple[Any, ...]
+
+
+class Pipeline:
+    """Joins, attributes, and hands out rows in the column order of `kvscope.schema`.
+
+    Args:
+        has_request: whether the store holds a request with this (engine, internal request id). Asked for
+            legs whose beginning is no longer in the ring, which a daemon before this one may have stored.
+    """
+
+    def __init__(self, has_request: Callable[[str, str], bool] = lambda engine, request: False) -> None:
+        self.joiner = Joiner()
+        self._has_request = has_request
+        self._rates = Rates()
+        self._sources: dict[bytes, Source] = {}
+        self._counts = dict.fromkeys(("events", "requests", "joined", "unjoined", "already_stored"), 0)
+
+    # --- input -----------------------------------------------------------------------------------
+
+    def add_ring(self, reader: RingReader) -> None:
+        """Announce a ring before its events are fed."""
+        ring_id = reader.ring_id.bytes
+        self._sources[ring_id] = self.joiner.add_ring(ring_id, reader.about, reader.wall_ns, reader.mono_ns)
+
+    def feed(self, reader: RingReader, events: list[Event], now_ns: int) -> None:
+        """Take in events of one ring in the order of their numbers, and the texts its reader gathered.
+
+        `now_ns` is the collector's own monotonic clock, here and below.
+        """
+        texts, reader.texts = reader.texts, {}
+        self._counts["events"] += len(events)
+        self.joiner.feed(self._sources[reader.ring_id.bytes], events, texts, now_ns)
+
+    def ring_gone(self, reader: RingReader, now_ns: int) -> None:
+        """The ring's writer is gone and all it wrote was fed."""
+        self.joiner.ring_gone(self._sources[reader.ring_id.bytes], now_ns)
+
+    def ring_forgotten(self, reader: RingReader) -> None:
+        """Everything of a gone ring is stored and its file is removed."""
+        source = self._sources.pop(reader.ring_id.bytes, None)
+        if source is not None:
+            self.joiner.forget_ring(source)
+
+    # --- output ----------------------------------------------------------------------------------
+
+    def take_rows(self, now_ns: int, final: bool = False) -> dict[str, list[Row]]:
+        """Rows for the store since the last call, by table; with `final`, of all that is left."""
+        joiner = self.joiner
+        requests = joiner.settled(now_ns, final)
+        leases, joiner.ended_leases = joiner.ended_leases, []
+        if final:
+            leases += joiner.final_leases()
+        handshakes, joiner.handshakes = joiner.handshakes, []
+        failures, joiner.failures = joiner.failures, []
+        rows: dict[str, list[Row]] = {"requests": [], "transfers": []}
+        for request in requests:
+            if self._stored_before(request):
+                self._counts["already_stored"] += 1
+                continue
+            rows["requests"].append(self._request_row(request))
+            rows["transfers"].extend(self._transfer_rows(request))
+            self._counts["requests"] += 1
+            self._counts["joined" if request.joined_by else "unjoined"] += 1
+        rows["leases"] = [self._lease_row(lease) for lease in leases]
+        rows["handshakes"] = [self._handshake_row(handshake) for handshake in handshakes]
+        rows["failures"] = [self._failure_row(failure) for failure in failures]
+        return rows
+
+    def live_rows(self) -> list[Row]:
+        """REQUESTS rows of the requests that are not over, as far as they have come."""
+        return [self._request_row(request) for request in self.joiner.live() if not _is_cleanup(request)]
+
+    def counters(self) -> dict[str, int]:
+        """Totals since the start: events, requests, joins, what was left out and why."""
+        joiner = self.joiner
+        return {
+            **self._counts,
+            "live": len(joiner.live()),
+            "cleanup_requests": joiner.cleanups,
+            "stragglers": joiner.stragglers,
+        }
+
+    def rejected(self, reader: RingReader) -> int:
+        """Events of a ring that this vocabulary does not know."""
+        return self.joiner.rejected.get(reader.ring_id.bytes, 0)
+
+    # --- rows ------------------------------------------------------------------------------------
+
+    def _stored_before(self, request: Request) -> bool:
+        """A rest of a request that was stored from a part of the ring that is overwritten by now."""
+        legs = request.legs()
+        return all(leg.arrived_ns is None for leg in legs) and any(
+            self._has_request(leg.engine, leg.request_id or self.joiner.text(leg.key)) for leg in legs
+        )
+
+    def _request_row(self, request: Request) -> Row:
+        joiner = self.joiner
+        p, d = request.p, request.decode_leg
+        leg = p or d
+        assert leg is not None, "a request has a leg"
+        breakdown = attribute(request, joiner.clocks, self._rates)
+        transfers = [t for one in request.legs() for t in one.transfers() if one is not p or t.write]
+        for one in request.legs():
+            for transfer in one.transfers():
+                self._rates.learn(one.engine, transfer)
+        connector = self._connector(request)
+        outcome, detail = self._outcome(request, breakdown)
+        reuse, offered, pulled = _reuse(p)
+        totals = breakdown.totals
+        generate = breakdown.generate.ns if breakdown.generate else None
+        trace = joiner.text(next((one.trace for one in request.legs() if one.trace), 0))
+        name = leg.request_id or joiner.text(leg.key)
+        ends = d if d is not None else leg
+        return (
+            request.id,
+            client_id(name),
+            joiner.clocks.wall_ns(leg.boot, breakdown.t0_ns),
+            self._about(leg, "label"),
+            self._fingerprint(leg, "model"),
+            connector,
+            outcome,
+            detail,
+            request.joined_by or self._why_unjoined(request),
+            p.engine if p else None,
+            d.engine if d else None,
+            (p.request_id or joiner.text(p.key)) if p else None,
+            (d.request_id or joiner.text(d.key)) if d else None,
+            len(request.d),
+            request.session or None,
+            request.turn or None,
+            trace.split("-")[1] if trace.count("-") >= 2 else None,
+            _known(leg.prompt_tokens),
+            _known(d.output_tokens) if d else None,
+            _known(p.cached_tokens) if p else None,
+            _known(d.cached_tokens) if d else None,
+            _transferred(d),
+            _recomputed(d),
+            reuse,
+            offered,
+            pulled,
+            sum(max(0, one.preemptions) for one in request.legs()),
+            sum(t.bytes for t in transfers) if transfers else None,
+            sum(t.descriptors for t in transfers) if transfers else None,
+            breakdown.ttft_ns,
+            *(generate if not step.in_ttft else totals.get(step.name) for step in STEPS),
+            breakdown.lead_ns,
+            breakdown.rate * 1e9 if breakdown.rate else None,
+            breakdown.wire_lower_ns,
+            breakdown.wire_upper_ns,
+            breakdown.predicted_push_ttft_ns,
+            breakdown.predicted_pull_ttft_ns,
+            breakdown.clock_error_ns,
+            breakdown.clamped_ns,
+            _waterfall(breakdown),
+        ) if ends is not None else ()
+
+    def _transfer_rows(self, request: Request) -> Iterable[Row]:
+        for leg in request.legs():
+            for t in leg.transfers():
+                lower, upper = wire_bounds(t)
+                done = t.done_ns is not None
+                yield (
+                    t.id,
+                    request.id,
+                    self.joiner.clocks.wall_ns(leg.boot, t.posted_ns if t.posted_ns is not None else t.start_ns),
+                    "WRITE" if t.write else "READ",
+                    leg.engine,
+                    t.rank,
+                    t.peer,
+                    t.bytes if done else None,
+                    t.descriptors if done else None,
+                    t.posted_ns - t.begin_ns if t.posted_ns is not None and t.begin_ns is not None else None,
+                    lower,
+                    upper,
+                    t.post_us if done else None,
+                    t.xfer_us if done else None,
+                    "failed" if t.failed else "done" if done else "open",
+                )
+
+    def _lease_row(self, lease: Lease) -> Row:
+        wall, boot = self.joiner.clocks.wall_ns, lease.source.boot
+        return (
+            lease.id,
+            self.joiner.request_id_of(lease.source.engine, lease.key),
+            lease.source.engine,
+            lease.source.rank,
+            self.joiner.text(lease.key),
+            wall(boot, lease.armed_ns),
+            wall(boot, lease.deadline_ns),
+            lease.renewals,
+            None if lease.ended_ns is None else wall(boot, lease.ended_ns),
+            lease.end or "lost",
+        )
+
+    def _handshake_row(self, handshake: Handshake) -> Row:
+        source = handshake.source
+        return (
+            handshake.id,
+            source.engine,
+            source.rank,
+            handshake.peer,
+            self.joiner.clocks.wall_ns(source.boot, handshake.started_ns),
+            handshake.finished_ns - handshake.started_ns,
+            handshake.ok,
+            handshake.clock_offset_ns,
+        )
+
+    def _failure_row(self, failure: Failure) -> Row:
+        source = failure.source
+        return (
+            failure.id,
+            self.joiner.clocks.wall_ns(source.boot, failure.at_ns),
+            source.engine,
+            source.about.source,
+            source.rank,
+            failure.kind,
+            failure.name,
+            failure.detail,
+            failure.leg.request.id if failure.leg else None,
+        )
+
+    # --- what a request was ----------------------------------------------------------------------
+
+    def _source(self, leg: Leg) -> Source | None:
+        return next((s for s in self._sources.values() if s.engine == leg.engine), None)
+
+    def _about(self, leg: Leg, name: str) -> Any:
+        source = self._source(leg)
+        return getattr(source.about, name) if source else ""
+
+    def _fingerprint(self, leg: Leg, name: str) -> Any:
+        source = self._source(leg)
+        return fingerprint(source, name) if source else ""
+
+    def _connector(self, request: Request) -> str:
+        legs = request.legs()
+        if not any(leg.is_prefill or leg.is_decode or leg.ranks for leg in legs):
+            return "local"
+        for leg in legs:
+            source = self._source(leg)
+            if source is None:
+                continue
+            if fingerprint(source, "transfer_mode") == "push":
+                return "push"
+            if (fingerprint(source, "extra_config", {}) or {}).get("bidirectional_kv_xfer"):
+                return "bidirectional"
+        return "pull"
+
+    def _outcome(self, request: Request, breakdown: Breakdown) -> tuple[str, str | None]:
+        joiner = self.joiner
+        legs = request.legs()
+        ends = request.d or legs
+        failure = next((leg.failure for leg in legs if leg.failure), None)
+        if any(leg.released_late for leg in legs):
+            failure = "read after expiry"
+        if all(leg.finished for leg in ends):
+            status = joiner.text(ends[0].status)
+            if status in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"):
+                if not request.d and request.p is not None and request.p.failure == "lease expired":
+                    return "incomplete", "lease expired, never read"
+                return "finished", failure
+            outcome = {"FINISHED_ABORTED": "aborted", "FINISHED_IGNORED": "ignored"}.get(status, "error")
+            return outcome, failure or status
+        where = breakdown.current.name if breakdown.current else "decode.generate"
+        if any(joiner.engine_gone(leg.engine) for leg in legs if not leg.finished or leg is request.p):
+            return "lost", f"in {where}"
+        if request in joiner._live:
+            return "in flight", f"in {where}"
+        return "incomplete", f"in {where}" + (f", {failure}" if failure else "")
+
+    def _why_unjoined(self, request: Request) -> str:
+        leg = request.p or request.d[0]
+        if not leg.is_prefill and not leg.is_decode:
+            return "single leg"
+        peer = self.joiner.texts.get(leg.remote_engine, "")
+        if leg.is_decode and all(s.engine != peer for s in self._sources.values()):
+            return "peer not instrumented"
+        return "unjoined"
+
+
+def _is_cleanup(request: Request) -> bool:
+    return all((leg.flags or 0) & ev.FLAG_CLEANUP for leg in request.legs())
+
+
+def _known(value: int) -> int | None:
+    return None if value == ev.UNKNOWN else value
+
+
+def _transferred(d: Leg | None) -> int | None:
+    if d is None or d.load_tokens == ev.UNKNOWN:
+        return None
+    return 0 if d.load_failed else d.load_tokens
+
+
+def _recomputed(d: Leg | None) -> int | None:
+    """Prompt tokens D computed although P had: its load failed, or it lost the blocks before its first token."""
+    if d is None or d.load_tokens == ev.UNKNOWN:
+        return None
+    preempted = any(d.first_token_ns is None or t < d.first_token_ns for t in d.preempted_ns)
+    return d.load_tokens if (d.load_failed and d.first_token_ns is not None) or preempted else 0
+
+
+def _reuse(p: Leg | None) -> tuple[str | None, int | None, int | None]:
+    """What became of the KV that D had kept for this turn: (outcome, tokens offered, tokens pulled)."""
+    if p is None or not (p.flags or 0) & (ev.FLAG_REUSE_OFFERED | ev.FLAG_REUSE_INCOMPLETE):
+        return None, None, None
+    offered = _known(p.remote_tokens)
+    if (p.flags or 0) & ev.FLAG_REUSE_INCOMPLETE:
+        return "metadata missing", offered, 0
+    if any(side.read_expired for side in p.ranks.values()):
+        return "expired", offered, 0
+    if p.load_failed or any(side.load_failed for side in p.ranks.values()):
+        return "failed", offered, 0
+    if p.load_tokens > 0:
+        return "pulled", offered, p.load_tokens
+    if p.considered_ns is None:
+        return None, offered, None
+    wanted = min(offered or 0, p.prompt_tokens)
+    return ("local hit" if p.local_tokens >= wanted else "below threshold"), offered, 0
+
+
+def _waterfall(breakdown: Breakdown) -> list[dict[str, Any]]:
+    intervals: list[Interval] = [*breakdown.critical, *breakdown.overlapped]
+    if breakdown.generate:
+        intervals.append(breakdown.generate)
+    t0 = breakdown.t0_ns
+    return [
+        {
+            "step": i.step.code, "from_ns": i.start_ns - t0, "ns": i.ns, "critical": i.critical,
+            "observed": OBSERVED.index(i.observed), "error_ns": i.error_ns,
+        }
+        for i in intervals
+    ]
+
+

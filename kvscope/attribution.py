@@ -1,0 +1,545 @@
+"""One request's legs -> the critical path -> steps that add up to TTFT, to the nanosecond.
+
+A branch is a list of marks in the order in which things must happen: the step that ends, when it ended
+(None: not observed) and how that is known. Between two observed marks lies exactly one step; where the
+marks between were not observed, the whole interval is `unknown`. Marks behind the last observed one
+have not happened yet: the first of them is the step that a request in flight is in.
+
+The branches meet where both had to be ready (push: prefill finished and registration held by P); the
+later one is critical, the other is kept as overlapped, with its lead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvscope.clock import Clocks
+from kvscope.join import Leg, RankSide, Request, Transfer
+from kvscope.steps import BY_NAME, ESTIMATED, HOOK, NOT_OBSERVED, POLL, TELEMETRY, Step
+
+
+class Mark(NamedTuple):
+    """A boundary: `step` ends at `t_ns` on the request's clock."""
+
+    step: Step
+    t_ns: int | None
+    observed: str = HOOK
+    crosses: bool = False
+    """Between two clocks: the interval that ends here carries their error."""
+
+
+class Interval(NamedTuple):
+    """A stretch of the waterfall; times on the request's clock."""
+
+    step: Step
+    start_ns: int
+    end_ns: int
+    critical: bool
+    observed: str
+    error_ns: int = 0
+
+    @property
+    def ns(self) -> int:
+        return self.end_ns - self.start_ns
+
+
+@dataclass(slots=True)
+class Breakdown:
+    """Where a request's time went. Times are on the clock of its first leg's host."""
+
+    t0_ns: int
+    ttft_ns: int | None
+    """None while, or when, there is no first token."""
+    critical: list[Interval]
+    """Disjoint, in order, without gaps: from `t0_ns` to the first token (or the last thing known)."""
+    overlapped: list[Interval]
+    generate: Interval | None = None
+    current: Step | None = None
+    """The step that has not ended; None for a request with its first token."""
+    lead_ns: int | None = None
+    wire_lower_ns: int | None = None
+    wire_upper_ns: int | None = None
+    rate: float | None = None
+    predicted_push_ttft_ns: int | None = None
+    predicted_pull_ttft_ns: int | None = None
+    clock_error_ns: int = 0
+    clamped_ns: int = 0
+    totals: dict[str, int] = field(default_factory=dict)
+    """Step name -> nanoseconds on the critical path, only for steps that were observed."""
+
+    def class_ns(self, class_: str) -> int:
+        return sum(i.ns for i in self.critical if i.step.class_ == class_)
+
+
+_S = BY_NAME
+_UNKNOWN = _S["unknown"]
+
+
+class _Load(NamedTuple):
+    """Names of the steps of a READ: D's own, or P's reading back from D."""
+
+    dispatch: Step
+    handshake: Step
+    post: Step
+    wire: Step
+    detect: Step
+    report: Step
+    promote: Step
+    admit: Step
+
+
+_PULL = _Load(
+    _S["transfer.dispatch"], _S["registration.handshake"], _S["transfer.post"], _S["transfer.wire"],
+    _S["readiness.detect"], _S["readiness.report"], _S["readiness.promote"], _S["readiness.admit"],
+)
+_REUSE = _Load(*(_S[f"prefill.reuse_{name}"] for name in _Load._fields))
+
+
+class Rates:
+    """The fastest rate seen per (posting engine, peer, operation), in bytes per nanosecond.
+
+    A transfer's time is at most post begin → poll that saw it done, so its rate is at least bytes over
+    that: the fastest of these is what the pair has been seen to do.
+    """
+
+    def __init__(self) -> None:
+        self._best: dict[tuple[str, str, bool], float] = {}
+
+    def best(self, engine: str, transfer: Transfer) -> float | None:
+        return self._best.get((engine, transfer.peer, bool(transfer.write)))
+
+    def learn(self, engine: str, transfer: Transfer) -> None:
+        if transfer.begin_ns is None or not transfer.bytes or transfer.failed:
+            return
+        end = transfer.posted_ns if transfer.done_on_post else transfer.done_ns
+        if end is not None and end > transfer.begin_ns:
+            key = (engine, transfer.peer, bool(transfer.write))
+            rate = transfer.bytes / (end - transfer.begin_ns)
+            if rate > self._best.get(key, 0.0):
+                self._best[key] = rate
+
+
+def attribute(request: Request, clocks: Clocks, rates: Rates) -> Breakdown:
+    """Split a request's time; works for requests in flight and for those with events missing."""
+    p, d = request.p, request.decode_leg
+    base = p or d
+    assert base is not None, "a request has a leg"
+    shift = error = 0
+    if p is not None and d is not None and p.boot != d.boot:
+        offset = clocks.offset(d.boot, p.boot)
+        shift, error = offset.ns, offset.error_ns
+
+    builder = _Builder(p, d, shift, error, rates)
+    if p is not None and d is not None and _is_push(p, d):
+        breakdown = builder.push(p, d)
+    elif p is not None:
+        breakdown = builder.pull(p, d)
+    else:
+        assert d is not None
+        breakdown = builder.single(d)
+    breakdown.clock_error_ns = error
+    return breakdown
+
+
+def _is_push(p: Leg, d: Leg) -> bool:
+    return (
+        any(side.matched_ns is not None or side.send_done_ns is not None for side in p.ranks.values())
+        or any(t.write for t in p.transfers())
+        or any(
+            side.registration_sent_ns is not None or side.registration_received_ns is not None
+            for side in d.ranks.values()
+        )
+    )
+
+
+class _Builder:
+    """Makes the branches of one request; D's times are shifted onto P's clock."""
+
+    def __init__(self, p: Leg | None, d: Leg | None, shift: int, error: int, rates: Rates) -> None:
+        self.shift = shift
+        self.error = error
+        self.rates = rates
+        self.clamped = 0
+        self.transfer: Transfer | None = None
+        self.rate: float | None = None
+        starts = [t for leg in (p,) if leg for t in (_first_known(leg),) if t is not None]
+        starts += [t + shift for leg in (d,) if leg for t in (_first_known(leg),) if t is not None]
+        self.t0 = min(starts, default=0)
+
+    def on_d(self, t_ns: int | None) -> int | None:
+        return None if t_ns is None else t_ns + self.shift
+
+    # --- whole requests --------------------------------------------------------------------------
+
+    def single(self, leg: Leg) -> Breakdown:
+        """A request of which only a decode leg is known: not disaggregated, or its P is not instrumented."""
+        if leg.is_decode or _has_load(leg):
+            marks = [*self._admission(leg), *self._load_on_d(leg), *self._decode_start(leg)]
+        else:
+            marks = [*self._queue(leg), *self._local_compute(leg)]
+        return self._finish(marks, [], leg, None)
+
+    def pull(self, p: Leg, d: Leg | None) -> Breakdown:
+        marks = self._prefill(p)
+        lead = None
+        if d is not None:
+            marks += [*self._admission(d, crosses=True), *self._load_on_d(d), *self._decode_start(d)]
+            ready = _latest(d.allocated_ns, *(s.handshake_done_ns for s in d.ranks.values()))
+            if ready is not None and p.finished_ns is not None:
+                lead = p.finished_ns - (ready + self.shift)
+        elif p.is_prefill:
+            marks.append(Mark(_S["registration.route"], None))
+        breakdown = self._finish(marks, [], d, lead)
+        if breakdown.ttft_ns is not None and d is not None and d.allocated_ns is not None:
+            saved = ("registration.route", "registration.admit", "registration.blocks", "registration.handshake")
+            breakdown.predicted_push_ttft_ns = breakdown.ttft_ns - sum(breakdown.totals.get(n, 0) for n in saved)
+        return breakdown
+
+    def push(self, p: Leg, d: Leg) -> Breakdown:
+        p_side, transfer = _last_writer(p)
+        self.transfer = transfer
+        registered = _latest(*(s.registration_received_ns for s in d.ranks.values()))
+        prefill = self._prefill(p)
+        registration = self._registration(d, registered)
+        lead = None
+        if registered is not None and p.finished_ns is not None:
+            lead = p.finished_ns - registered
+        # Where one end was not observed, what must lie before or behind it may still tell which came last.
+        armed = min((s.lease_armed_ns for s in p.ranks.values() if s.lease_armed_ns is not None), default=None)
+        finished_by = p.finished_ns if p.finished_ns is not None else armed
+        registered_after = registered if registered is not None else self._registered_after(d)
+        late = finished_by is not None and registered_after is not None and registered_after > finished_by
+        critical, overlapped = prefill, registration
+        if late:
+            # D's side came last. It began because P had finished (a sequential router), or on its own.
+            arrived = self.on_d(d.arrival_ns if d.arrival_ns is not None else d.arrived_ns)
+            if arrived is None or (finished_by is not None and arrived >= finished_by):
+                critical, overlapped = prefill + registration, []
+            else:
+                critical, overlapped = registration, prefill
+        known = late or lead is not None
+        marks = critical + self._write(p_side, transfer, d, p, known) + self._decode_start(d)
+        breakdown = self._finish(marks, overlapped, d, lead)
+        self._predict_pull(breakdown, p, d, registered)
+        return breakdown
+
+    def _registered_after(self, d: Leg) -> int | None:
+        """The latest thing seen of D's that comes before P holds the registration."""
+        sent = (t for s in d.ranks.values() for t in (s.load_started_ns, s.registration_sent_ns))
+        return self.on_d(_latest(d.arrived_ns, d.considered_ns, d.allocated_ns, *sent))
+
+    def _predict_pull(self, breakdown: Breakdown, p: Leg, d: Leg, registered: int | None) -> None:
+        """D asked after prefill: its own frontend, queue and blocks come after P's end instead of beside it."""
+        if breakdown.ttft_ns is None or p.finished_ns is None or d.allocated_ns is None or registered is None:
+            return
+        start = d.arrival_ns if d.arrival_ns is not None else d.arrived_ns
+        if start is None:
+            return
+        matched = max(p.finished_ns, registered)
+        breakdown.predicted_pull_ttft_ns = (
+            p.finished_ns - self.t0 + d.allocated_ns - start + breakdown.ttft_ns - (matched - self.t0)
+            - breakdown.totals.get("readiness.signal", 0)
+        )
+
+    # --- branches --------------------------------------------------------------------------------
+
+    def _queue(self, leg: Leg) -> list[Mark]:
+        return [
+            Mark(_S["prefill.frontend"], leg.arrived_ns),
+            Mark(_S["prefill.queue"], leg.considered_ns),
+            Mark(_S["prefill.blocks"], leg.allocated_ns if _has_load(leg) else _first(leg.scheduled_ns)),
+        ]
+
+    def _prefill(self, p: Leg) -> list[Mark]:
+        marks = self._queue(p)
+        if _has_load(p):
+            marks += self._read(p, _REUSE, 0)
+        marks += self._runs(p, _S["prefill.compute"], _S["prefill.queue"], shift=0, end=p.finished_ns)
+        return marks
+
+    def _local_compute(self, leg: Leg) -> list[Mark]:
+        marks = self._runs(leg, _S["prefill.compute"], _S["prefill.queue"], self.shift, end=leg.first_token_ns)
+        return marks
+
+    def _runs(self, leg: Leg, run: Step, wait: Step, shift: int, end: int | None) -> list[Mark]:
+        """Alternating runs and waits of a leg that may have been preempted, from its first scheduling on."""
+        marks: list[Mark] = []
+        resumes = [t for t in sorted(leg.scheduled_ns)[1:] if end is None or t <= end]
+        for index, preempted in enumerate(t for t in sorted(leg.preempted_ns) if end is None or t <= end):
+            marks.append(Mark(run, preempted + shift))
+            marks.append(Mark(wait, resumes[index] + shift if index < len(resumes) else None))
+        if len(resumes) > len(leg.preempted_ns):
+            # Scheduled again although no preemption was seen: its event is missing.
+            marks += [Mark(run, None), Mark(wait, resumes[-1] + shift)]
+        marks.append(Mark(run, None if end is None else end + shift))
+        return marks
+
+    def _admission(self, d: Leg, crosses: bool = False) -> list[Mark]:
+        """D's leg up to its destination blocks (or, with nothing to load, its first step)."""
+        marks = [
+            Mark(_S["registration.route"], self.on_d(d.arrived_ns), crosses=crosses),
+            Mark(_S["registration.admit"], self.on_d(d.considered_ns)),
+        ]
+        if self._loads(d):
+            marks.append(Mark(_S["registration.blocks"], self.on_d(d.allocated_ns)))
+        else:
+            marks.append(Mark(_S["registration.blocks"], self.on_d(_first(d.scheduled_ns))))
+        return marks
+
+    @staticmethod
+    def _loads(d: Leg) -> bool:
+        """Whether D waits for KV from its peer; it does not when its own cache holds the whole prompt."""
+        if _has_load(d):
+            return True
+        return d.load_tokens != 0 and not (d.scheduled_ns and not any(d.ranks.values()))
+
+    def _load_on_d(self, d: Leg) -> list[Mark]:
+        if not self._loads(d):
+            return []
+        pushed = any(s.registration_sent_ns or s.registration_received_ns for s in d.ranks.values())
+        if pushed or (d.ranks and not any(True for _ in d.transfers()) and any(s.notified_ns for s in d.ranks.values())):
+            # Push without P's events: what lies between is P's business.
+            notified = _latest(*(s.notified_ns for s in d.ranks.values()))
+            return [
+                Mark(_S["registration.notify"], None), Mark(_S["readiness.signal"], self.on_d(notified)),
+                *self._reported(d, _PULL, self.shift),
+            ]
+        return self._read(d, _PULL, self.shift)
+
+    def _read(self, leg: Leg, names: _Load, shift: int) -> list[Mark]:
+        """A READ posted by this leg's workers: the rank that ended last is on the path."""
+        side = max(leg.ranks.values(), key=_rank_end, default=RankSide())
+        transfer = max(side.transfers.values(), key=_transfer_end, default=None)
+        if names is _PULL:
+            self.transfer = transfer
+        marks: list[Mark] = []
+        started, restarted = side.load_started_ns, side.load_restarted_ns
+        waited = side.handshake_waited_ns
+        if waited is not None or restarted is not None:
+            if restarted is None and started is not None and waited is not None and started > waited:
+                started, restarted = waited, started
+            begin = waited if waited is not None else started
+            marks += [
+                Mark(names.dispatch, _plus(begin, shift)),
+                Mark(names.handshake, _plus(_handshake_end(side, restarted), shift)),
+                Mark(names.dispatch, _plus(restarted, shift)),
+            ]
+        else:
+            marks.append(Mark(names.dispatch, _plus(started, shift)))
+        seen = side.load_done_ns
+        if transfer is not None:
+            marks += self._moved(leg.engine, transfer, names, shift, None)
+            if transfer.done_ns is None:
+                marks[-1] = Mark(names.detect, _plus(seen, shift), POLL)
+        elif seen is None or not side.load_failed:
+            marks += [Mark(names.post, None), Mark(names.wire, None), Mark(names.detect, _plus(seen, shift), POLL)]
+        else:
+            marks += [Mark(names.detect, _plus(seen, shift), POLL)]
+        return marks + self._reported(leg, names, shift)
+
+    def _moved(
+        self, engine: str, transfer: Transfer, names: _Load, shift: int, notified: int | None
+    ) -> list[Mark]:
+        """post, wire and detect of one transfer. `notified`: when the peer held P's completion, if known."""
+        begin, posted, how = transfer.begin_ns, transfer.posted_ns, HOOK
+        if posted is None and transfer.start_ns:
+            # The posting event is missing; NIXL's telemetry still tells.
+            begin, how = transfer.start_ns, TELEMETRY
+            posted = begin + transfer.post_us * 1000
+        done = transfer.done_ns
+        if done is not None and notified is not None and transfer.poll_ns is not None:
+            # The notification leaves inside the poll, so it may overtake the hook behind it.
+            done = min(done, max(transfer.poll_ns, notified))
+        post = Mark(names.post, _plus(posted, shift), how)
+        if done is None:
+            return [post, Mark(names.wire, None), Mark(names.detect, None, POLL)]
+        detect = Mark(names.detect, done + shift, POLL)
+        if transfer.done_on_post and posted is not None:
+            return [post, Mark(names.wire, posted + shift), detect]
+        earliest = max(posted or 0, min(transfer.last_poll_ns or 0, done))
+        rate = self.rates.best(engine, transfer)
+        if names is _PULL:
+            self.rate = rate
+        if posted is None or begin is None:
+            return [post, Mark(names.wire, None), detect]
+        if done <= earliest:
+            return [post, Mark(names.wire, done + shift, POLL), detect]
+        if rate is None or not transfer.bytes:
+            known = [Mark(names.wire, earliest + shift, POLL)] if earliest > posted else []
+            return [post, *known, Mark(_UNKNOWN, done + shift, POLL)]
+        expected = min(max(begin + round(transfer.bytes / rate), earliest), done)
+        return [post, Mark(names.wire, expected + shift, ESTIMATED), detect._replace(observed=ESTIMATED)]
+
+    def _reported(self, leg: Leg, names: _Load, shift: int) -> list[Mark]:
+        """Worker saw it → scheduler knows → the leg runs."""
+        marks = [Mark(names.report, _plus(leg.load_reported_ns, shift))]
+        if leg.deferred_ns is not None:
+            marks.append(Mark(names.promote, leg.deferred_ns + shift))
+            marks.append(Mark(names.admit, _plus(_first(leg.scheduled_ns), shift)))
+        else:
+            marks.append(Mark(names.promote, _plus(_first(leg.scheduled_ns), shift)))
+        return marks
+
+    def _registration(self, d: Leg, registered: int | None) -> list[Mark]:
+        marks = self._admission(d, crosses=True)
+        side = max(d.ranks.values(), key=lambda s: s.registration_received_ns or 0, default=RankSide())
+        if side.handshake_waited_ns is not None:
+            marks += [
+                Mark(_S["registration.notify"], self.on_d(side.handshake_waited_ns)),
+                Mark(_S["registration.handshake"], self.on_d(_handshake_end(side, side.registration_sent_ns))),
+            ]
+        marks.append(Mark(_S["registration.notify"], registered, crosses=True))
+        return marks
+
+    def _write(
+        self, side: RankSide, transfer: Transfer | None, d: Leg, p: Leg, known: bool
+    ) -> list[Mark]:
+        """A WRITE by P, from both sides being ready to D's scheduler knowing."""
+        d_side = max(d.ranks.values(), key=lambda s: s.notified_ns or 0, default=RankSide())
+        notified = self.on_d(d_side.notified_ns)
+        # With one of the two sides not observed, it is not known since when both were ready.
+        dispatch = _S["transfer.dispatch"] if known else _UNKNOWN
+        marks: list[Mark] = []
+        if side.rematched_ns is not None:
+            marks += [
+                Mark(dispatch, side.matched_ns),
+                Mark(_S["registration.handshake"], _handshake_end(side, side.rematched_ns)),
+                Mark(_S["transfer.dispatch"], side.rematched_ns),
+            ]
+        else:
+            marks.append(Mark(dispatch, side.matched_ns))
+        if transfer is not None:
+            marks += self._moved(p.engine, transfer, _PULL, 0, notified)
+        else:
+            marks += [Mark(_S["transfer.post"], None), Mark(_S["transfer.wire"], None),
+                      Mark(_S["readiness.detect"], None)]
+        marks.append(Mark(_S["readiness.signal"], notified, crosses=True))
+        return marks + self._reported(d, _PULL, self.shift)
+
+    def _decode_start(self, d: Leg) -> list[Mark]:
+        return self._runs(d, _S["decode.first_step"], _S["readiness.admit"], self.shift, end=d.first_token_ns)
+
+    # --- marks -> intervals ----------------------------------------------------------------------
+
+    def _finish(
+        self, marks: list[Mark], overlapped: list[Mark], d: Leg | None, lead: int | None
+    ) -> Breakdown:
+        first_token = self.on_d(d.first_token_ns) if d is not None else None
+        if first_token is not None:
+            first_token = max(first_token, self.t0)
+        critical, current = self._intervals(self.t0, marks, True, first_token)
+        beside, _ = self._intervals(self.t0, overlapped, False, first_token)
+        breakdown = Breakdown(
+            self.t0, None if first_token is None else first_token - self.t0, critical, beside,
+            current=None if first_token is not None else current, lead_ns=lead, clamped_ns=self.clamped,
+        )
+        if first_token is not None and d is not None and d.finished_ns is not None:
+            start = self.t0 + (breakdown.ttft_ns or 0)
+            end = max(start, d.finished_ns + self.shift)
+            breakdown.generate = Interval(_S["decode.generate"], start, end, False, HOOK)
+        for interval in critical:
+            breakdown.totals[interval.step.name] = breakdown.totals.get(interval.step.name, 0) + interval.ns
+        self._wire_bounds(breakdown)
+        return breakdown
+
+    def _intervals(
+        self, start: int, marks: list[Mark], critical: bool, end_ns: int | None
+    ) -> tuple[list[Interval], Step | None]:
+        """Turn marks into intervals that touch, none beyond `end_ns`; clamps what is out of order and says
+        by how much."""
+        out: list[Interval] = []
+        last = max((i for i, mark in enumerate(marks) if mark.t_ns is not None), default=-1)
+        current = marks[last + 1].step if last + 1 < len(marks) else None
+        at, gap, crossed = start, False, False
+        for mark in marks[: last + 1]:
+            crossed = crossed or mark.crosses
+            if mark.t_ns is None:
+                gap = True
+                continue
+            end = max(at, mark.t_ns if end_ns is None else min(mark.t_ns, end_ns))
+            if critical:
+                self.clamped += abs(end - mark.t_ns)
+            step = _UNKNOWN if gap else mark.step
+            if end > at or not gap:
+                how = NOT_OBSERVED if gap or step is _UNKNOWN else mark.observed
+                out.append(Interval(step, at, end, critical, how, self.error if crossed else 0))
+            at, gap, crossed = end, False, False
+        return out, current
+
+    def _wire_bounds(self, breakdown: Breakdown) -> None:
+        transfer = self.transfer
+        if transfer is None or transfer.posted_ns is None or transfer.done_ns is None:
+            return
+        breakdown.rate = self.rate
+        breakdown.wire_lower_ns, breakdown.wire_upper_ns = wire_bounds(transfer)
+
+
+def wire_bounds(transfer: Transfer) -> tuple[int | None, int | None]:
+    """Least and most nanoseconds a transfer was on the wire after posting, as far as polls tell."""
+    if transfer.posted_ns is None or transfer.done_ns is None:
+        return None, None
+    if transfer.done_on_post:
+        return 0, 0
+    lower = max(0, min(transfer.last_poll_ns or 0, transfer.done_ns) - transfer.posted_ns)
+    return lower, max(lower, transfer.done_ns - transfer.posted_ns)
+
+
+def _last_writer(p: Leg) -> tuple[RankSide, Transfer | None]:
+    """The rank whose WRITE was done last, and that WRITE."""
+    best: tuple[RankSide, Transfer | None] = (
+        max(p.ranks.values(), key=lambda s: s.matched_ns or 0, default=RankSide()), None
+    )
+    latest = -1
+    for side in p.ranks.values():
+        for transfer in side.transfers.values():
+            if transfer.write is not False and side.matched_ns is not None or transfer.write:
+                end = _transfer_end(transfer)
+                if end > latest:
+                    best, latest = (side, transfer), end
+    return best
+
+
+def _has_load(leg: Leg) -> bool:
+    """Whether the leg waits, or waited, for KV from its peer."""
+    return (
+        leg.allocated_ns is not None
+        or leg.load_reported_ns is not None
+        or any(s.load_started_ns is not None or s.load_done_ns is not None for s in leg.ranks.values())
+    )
+
+
+def _first_known(leg: Leg) -> int | None:
+    """Arrival, or the first thing seen where the arrival was not."""
+    if leg.arrival_ns is not None:
+        return min(leg.arrival_ns, leg.arrived_ns or leg.arrival_ns)
+    known = [t for t in (leg.considered_ns, leg.allocated_ns, *leg.scheduled_ns, leg.first_token_ns,
+                         leg.load_reported_ns, leg.finished_ns) if t is not None]
+    return min(known, default=None)
+
+
+def _handshake_end(side: RankSide, resumed_ns: int | None) -> int | None:
+    """When the handshake a rank waited for ended; None when the one seen is a later one."""
+    done = side.handshake_done_ns
+    return None if done is None or (resumed_ns is not None and done > resumed_ns) else done
+
+
+def _rank_end(side: RankSide) -> int:
+    return max(side.load_done_ns or 0, *(_transfer_end(t) for t in side.transfers.values()), 0)
+
+
+def _transfer_end(transfer: Transfer) -> int:
+    return transfer.done_ns or transfer.posted_ns or 0
+
+
+def _first(times: list[int]) -> int | None:
+    return min(times, default=None)
+
+
+def _latest(*times: int | None) -> int | None:
+    return max((t for t in times if t is not None), default=None)
+
+
+def _plus(t_ns: int | None, shift: int) -> int | None:
+    return None if t_ns is None else t_ns + shift
+

@@ -1,0 +1,858 @@
+"""Events -> legs -> requests -> sessions.
+
+Legs are joined by identity, never by time; strongest first: D's `remote_request_id` names P's leg; P's
+writer names both when it starts a WRITE; `transfer_id`; and, marked as inferred, the client's id parsed
+from vLLM's. Rings are read one after the other, so events of one request come in any order: every
+handler only fills in what its event says.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from kvscope import events as ev
+from kvscope.clock import Clocks
+from kvscope.events import text_key
+from kvscope.ring import About, Event
+
+SETTLE_NS = 300_000_000
+"""A complete request waits this long for stragglers from other rings."""
+UNJOINED_NS = 5_000_000_000
+"""A complete leg waits this long for a partner that is expected."""
+QUIET_NS = 90_000_000_000
+"""An incomplete request without any event for this long is stored as it is. Leases renew every 5 s."""
+LOST_QUIET_NS = 10_000_000_000
+"""The same where one of its engines is gone."""
+MAX_LIVE = 100_000
+"""Requests held in memory; beyond it the oldest is stored as it is."""
+MAX_REMEMBERED = 200_000
+"""Stored requests remembered, so that stragglers don't start them anew."""
+
+
+def uid(ring_id: bytes, seq: int) -> int:
+    """A number for what began with this event: the same whenever the ring is read."""
+    return int.from_bytes(blake2b(ring_id + seq.to_bytes(8, "little"), digest_size=8).digest(), "little")
+
+
+_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
+_CHILD = re.compile(r"^\d+_(?=(?:chat)?cmpl-)")
+
+
+def client_id(internal_id: str, randomized: bool = True) -> str:
+    """The client's request id inside vLLM's: `[k_]cmpl-<id>-<i>-<8hex>` or `[k_]chatcmpl-<id>-<8hex>`."""
+    text = _SUFFIX.sub("", internal_id) if randomized else internal_id
+    text = _CHILD.sub("", text)
+    if text.startswith("chatcmpl-"):
+        return text[9:]
+    if text.startswith("cmpl-"):
+        return re.sub(r"-\d+$", "", text[5:])
+    return text
+
+
+@dataclass(slots=True, eq=False)
+class Source:
+    """One ring: who writes it and on which clock."""
+
+    ring_id: bytes
+    about: About
+    engine: str
+    rank: int
+    boot: str
+    gone: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """One NIXL transfer as its worker saw it. Times on the worker's clock; None where not observed."""
+
+    id: int
+    rank: int
+    write: bool | None = None
+    peer: str = ""
+    begin_ns: int | None = None
+    posted_ns: int | None = None
+    done_on_post: bool = False
+    last_poll_ns: int | None = None
+    poll_ns: int | None = None
+    done_ns: int | None = None
+    start_ns: int = 0
+    post_us: int = 0
+    xfer_us: int = 0
+    bytes: int = 0
+    descriptors: int = 0
+    failed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class RankSide:
+    """What one worker rank saw of a leg."""
+
+    load_started_ns: int | None = None
+    load_restarted_ns: int | None = None
+    handshake_waited_ns: int | None = None
+    handshake_done_ns: int | None = None
+    registration_sent_ns: int | None = None
+    registration_received_ns: int | None = None
+    """On P's clock, kept with D's leg: when P's writer (of that rank) held the registration."""
+    matched_ns: int | None = None
+    rematched_ns: int | None = None
+    notified_ns: int | None = None
+    load_done_ns: int | None = None
+    load_failed: bool = False
+    send_done_ns: int | None = None
+    lease_armed_ns: int | None = None
+    read_expired: bool = False
+    transfers: dict[int, Transfer] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """One engine's part in a request. Times on that engine's clock; None where not observed."""
+
+    engine: str
+    key: int
+    boot: str
+    id: int
+    """`uid` of its arrival event; of its first event until that is seen."""
+    request: Request
+    request_id: str = ""
+    last_event_ns: int = 0
+    arrival_ns: int | None = None
+    arrived_ns: int | None = None
+    flags: int | None = None
+    prompt_tokens: int = ev.UNKNOWN
+    remote_engine: int = 0
+    remote_request: int = 0
+    remote_tokens: int = ev.UNKNOWN
+    transfer_id: int = 0
+    session: int = 0
+    trace: int = 0
+    considered_ns: int | None = None
+    local_tokens: int = ev.UNKNOWN
+    load_tokens: int = ev.UNKNOWN
+    allocated_ns: int | None = None
+    scheduled_ns: list[int] = field(default_factory=list)
+    preempted_ns: list[int] = field(default_factory=list)
+    chunks: int = 0
+    deferred_ns: int | None = None
+    first_token_ns: int | None = None
+    finished_ns: int | None = None
+    status: int = 0
+    output_tokens: int = ev.UNKNOWN
+    cached_tokens: int = ev.UNKNOWN
+    external_tokens: int = ev.UNKNOWN
+    preemptions: int = 0
+    lease: bool = False
+    load_reported_ns: int | None = None
+    load_failed: bool = False
+    send_reported_ns: int | None = None
+    released_late: bool = False
+    failure: str = ""
+    ranks: dict[int, RankSide] = field(default_factory=dict)
+
+    def rank(self, rank: int) -> RankSide:
+        side = self.ranks.get(rank)
+        if side is None:
+            side = self.ranks[rank] = RankSide()
+        return side
+
+    @property
+    def is_prefill(self) -> bool:
+        return bool((self.flags or 0) & ev.FLAG_REMOTE_DECODE)
+
+    @property
+    def is_decode(self) -> bool:
+        return bool((self.flags or 0) & ev.FLAG_REMOTE_PREFILL)
+
+    @property
+    def finished(self) -> bool:
+        return self.finished_ns is not None
+
+    @property
+    def released(self) -> bool:
+        """Finished and holding no blocks for a peer."""
+        return self.finished and (not self.lease or self.send_reported_ns is not None)
+
+    def transfers(self) -> Iterable[Transfer]:
+        for side in self.ranks.values():
+            yield from side.transfers.values()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """All legs of one client request."""
+
+    p: Leg | None = None
+    d: list[Leg] = field(default_factory=list)
+    joined_by: str = ""
+    settling: bool = False
+    fed_ns: int = 0
+    """Collector's clock at its last event."""
+    session: int = 0
+    turn: int = 0
+
+    def legs(self) -> list[Leg]:
+        return [self.p, *self.d] if self.p else self.d
+
+    @property
+    def id(self) -> int:
+        """Names the request: its P leg's arrival, else that of its first decode leg."""
+        return self.p.id if self.p else self.d[0].id
+
+    @property
+    def decode_leg(self) -> Leg | None:
+        """The D leg that had the first token, or got furthest; the only one but for n>1 sampling."""
+        with_token = [leg for leg in self.d if leg.first_token_ns is not None]
+        if with_token:
+            return min(with_token, key=lambda leg: leg.first_token_ns or 0)
+        return self.d[0] if self.d else None
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Blocks that one rank keeps for the peer."""
+
+    id: int
+    source: Source
+    key: int
+    armed_ns: int
+    deadline_ns: int
+    renewals: int = 0
+    ended_ns: int | None = None
+    end: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Handshake:
+    id: int
+    source: Source
+    peer: str
+    started_ns: int
+    finished_ns: int
+    ok: bool
+    clock_offset_ns: int | None
+
+
+@dataclass(slots=True, eq=False)
+class Failure:
+    id: int
+    at_ns: int
+    source: Source
+    kind: str
+    name: str
+    detail: str
+    leg: Leg | None = None
+
+
+class Joiner:
+    """Holds every request that is not over, and hands it out once when it is.
+
+    `now_ns` arguments are the collector's clock, used only for how long to wait; what is measured comes
+    from the events alone.
+    """
+
+    def __init__(self, clocks: Clocks | None = None) -> None:
+        self.clocks = clocks or Clocks()
+        self.texts: dict[int, str] = {}
+        self.sources: dict[bytes, Source] = {}
+        self.cleanups = 0
+        self.rejected: dict[bytes, int] = {}
+        self.stragglers = 0
+        self.ended_leases: list[Lease] = []
+        self.handshakes: list[Handshake] = []
+        self.failures: list[Failure] = []
+        self.samples: dict[bytes, tuple[int, ...]] = {}
+        self._legs: dict[tuple[str, int], Leg] = {}
+        self._live: OrderedDict[Request, None] = OrderedDict()
+        self._due: list[tuple[int, int, Request]] = []
+        self._due_count = 0
+        # Request ids named by a peer whose leg has not been seen: (engine key, request key) -> legs.
+        self._awaited: dict[tuple[int, int], list[Leg]] = {}
+        # Legs whose worker names a peer while their own role is not known (yet).
+        self._named: dict[tuple[int, int], Leg] = {}
+        self._transfer_ids: dict[int, Leg] = {}
+        self._leases: dict[tuple[str, int, int], Lease] = {}
+        self._handshake_waits: dict[tuple[str, int, int], list[RankSide]] = {}
+        self._handshakes_finished: dict[tuple[str, int, int], deque[int]] = {}
+        self._remembered: OrderedDict[tuple[str, int], tuple[int, int, int, int]] = OrderedDict()
+        self._handlers = {
+            ev.REQUEST_ARRIVED: self._arrived,
+            ev.REQUEST_CONSIDERED: self._considered,
+            ev.BLOCKS_ALLOCATED: self._allocated,
+            ev.REQUEST_SCHEDULED: self._scheduled,
+            ev.PREFILL_CHUNK: self._chunk,
+            ev.REQUEST_PREEMPTED: self._preempted,
+            ev.PROMOTION_DEFERRED: self._deferred,
+            ev.FIRST_TOKEN: self._first_token,
+            ev.REQUEST_FINISHED: self._finished,
+            ev.LOAD_REPORTED: self._load_reported,
+            ev.SEND_REPORTED: self._send_reported,
+            ev.LOAD_STARTED: self._load_started,
+            ev.HANDSHAKE_WAITED: self._handshake_waited,
+            ev.HANDSHAKE_FINISHED: self._handshake_finished,
+            ev.REGISTRATION_SENT: self._registration_sent,
+            ev.REGISTRATION_RECEIVED: self._registration_received,
+            ev.PUSH_MATCHED: self._push_matched,
+            ev.TRANSFER_POSTED: self._transfer_posted,
+            ev.TRANSFER_DONE: self._transfer_done,
+            ev.LOAD_DONE: self._load_done,
+            ev.SEND_DONE: self._send_done,
+            ev.NOTIFICATION_RECEIVED: self._notification_received,
+            ev.READ_EXPIRED: self._read_expired,
+            ev.LEASE_ARMED: self._lease_armed,
+            ev.LEASE_RENEWED: self._lease_renewed,
+            ev.LEASE_RELEASED: self._lease_released,
+            ev.LEASE_EXPIRED: self._lease_expired,
+            ev.NOTIFICATION_LATE: self._notification_late,
+            ev.FAILURE: self._failure,
+            ev.HOOK_FAILED: self._hook_failed,
+            ev.ENGINE_SAMPLE: self._sample,
+        }
+
+    # --- input -----------------------------------------------------------------------------------
+
+    def add_ring(self, ring_id: bytes, about: About, wall_ns: int, mono_ns: int) -> Source:
+        """Announce a ring before its events are fed; its anchor is the (wall, monotonic) pair given."""
+        boot = about.boot_id or ring_id.hex()
+        self.clocks.anchor(boot, wall_ns, mono_ns)
+        source = self.sources[ring_id] = Source(ring_id, about, about.engine_id, about.rank, boot)
+        self.texts[text_key(about.engine_id)] = about.engine_id
+        return source
+
+    def feed(self, source: Source, batch: Iterable[Event], texts: dict[int, str], now_ns: int) -> None:
+        """Take in events of one ring, in the order of their numbers."""
+        if texts:
+            self.texts.update(texts)
+        handlers = self._handlers
+        self._now_ns = now_ns
+        for event in batch:
+            handler = handlers.get(event[1])
+            if handler is not None:
+                handler(source, event)
+            elif event[1] not in ev.VOCABULARY:
+                self.rejected[source.ring_id] = self.rejected.get(source.ring_id, 0) + 1
+
+    def ring_gone(self, source: Source, now_ns: int) -> None:
+        """The ring's writer is gone and all it wrote was fed: what it held is lost."""
+        source.gone = True
+        for key, lease in [item for item in self._leases.items() if item[1].source is source]:
+            lease.end = "lost"
+            self.ended_leases.append(lease)
+            del self._leases[key]
+        for request in self._live:
+            if any(leg.engine == source.engine for leg in request.legs()):
+                self._schedule(request, now_ns + LOST_QUIET_NS)
+
+    def engine_gone(self, engine: str) -> bool:
+        """Whether every ring of the engine lost its writer."""
+        rings = [s for s in self.sources.values() if s.engine == engine]
+        return bool(rings) and all(s.gone for s in rings)
+
+    def forget_ring(self, source: Source) -> None:
+        """Drop a gone ring from memory once nothing of it is live."""
+        self.sources.pop(source.ring_id, None)
+        self.rejected.pop(source.ring_id, None)
+        self.samples.pop(source.ring_id, None)
+
+    # --- output ----------------------------------------------------------------------------------
+
+    def live(self) -> list[Request]:
+        """Requests that are not over, oldest first."""
+        return list(self._live)
+
+    def settled(self, now_ns: int, final: bool = False) -> list[Request]:
+        """Requests that are over since the last call; with `final`, all that is left."""
+        out = []
+        while self._due and (final or self._due[0][0] <= now_ns):
+            _, _, request = heapq.heappop(self._due)
+            if request not in self._live:
+                continue
+            request.settling = False
+            due = self._due_ns(request, now_ns)
+            if final or due <= now_ns:
+                out.extend(self._release(request))
+            else:
+                self._schedule(request, due)
+        while len(self._live) > MAX_LIVE:
+            out.extend(self._release(next(iter(self._live))))
+        return out
+
+    def final_leases(self) -> list[Lease]:
+        """Leases still open, for a reader that won't come back."""
+        leases, self._leases = list(self._leases.values()), {}
+        return leases
+
+    def request_id_of(self, engine: str, key: int) -> int | None:
+        """Id of the request that a leg belongs to, live or remembered."""
+        leg = self._legs.get((engine, key))
+        if leg is not None:
+            return leg.request.id
+        known = self._remembered.get((engine, key))
+        return known[0] if known else None
+
+    def text(self, key: int) -> str:
+        """The text behind a key; the key in hex where its characters were lost."""
+        return self.texts.get(key) or (f"?{key:016x}" if key else "")
+
+    # --- when is it over -------------------------------------------------------------------------
+
+    def is_complete(self, request: Request) -> bool:
+        """Nothing more is to come but stragglers."""
+        if request.d:
+            # A D leg's own lease (bidirectional) outlives the request by minutes: it has its own row.
+            return all(leg.finished for leg in request.d) and (request.p is None or request.p.released)
+        return request.p is not None and request.p.released
+
+    def _due_ns(self, request: Request, now_ns: int) -> int:
+        if self.is_complete(request):
+            return request.fed_ns + (SETTLE_NS if self._has_all_legs(request) else UNJOINED_NS)
+        gone = any(self.engine_gone(leg.engine) for leg in request.legs())
+        return request.fed_ns + (LOST_QUIET_NS if gone else QUIET_NS)
+
+    def _has_all_legs(self, request: Request) -> bool:
+        if request.p is not None and request.d:
+            return True
+        leg = request.p or request.d[0]
+        if not leg.is_prefill and not leg.is_decode:
+            return leg.flags is not None
+        if leg.is_decode:
+            # A peer that writes no ring will never turn up.
+            peer = self.texts.get(leg.remote_engine, "")
+            return all(s.engine != peer for s in self.sources.values())
+        return not leg.lease
+
+    def _schedule(self, request: Request, due_ns: int) -> None:
+        request.settling = True
+        self._due_count += 1
+        heapq.heappush(self._due, (due_ns, self._due_count, request))
+
+    def _touch(self, leg: Leg, t_ns: int) -> None:
+        request = leg.request
+        request.fed_ns = self._now_ns
+        if t_ns > leg.last_event_ns:
+            leg.last_event_ns = t_ns
+
+    def _check(self, request: Request) -> None:
+        """Put a request that may just have become complete on the list of those to be released."""
+        if self.is_complete(request):
+            self._schedule(request, self._now_ns + SETTLE_NS)
+
+    def _release(self, request: Request) -> list[Request]:
+        """Take a request out of memory; with it the one it is joined to by inference."""
+        if request.p is None or not request.d:
+            self._infer(request)
+        legs = request.legs()
+        if all((leg.flags or 0) & ev.FLAG_CLEANUP for leg in legs):
+            self.cleanups += 1
+            released = []
+        else:
+            self._chain(request)
+            released = [request]
+        self._live.pop(request, None)
+        for leg in legs:
+            if self._legs.get((leg.engine, leg.key)) is leg:
+                del self._legs[leg.engine, leg.key]
+            self._remembered[leg.engine, leg.key] = (
+                request.id, request.session, request.turn, leg.last_event_ns
+            )
+            if leg.transfer_id and self._transfer_ids.get(leg.transfer_id) is leg:
+                del self._transfer_ids[leg.transfer_id]
+            if leg.remote_request:
+                self._awaited.pop((leg.remote_engine, leg.remote_request), None)
+                self._named.pop((leg.remote_engine, leg.remote_request), None)
+        while len(self._remembered) > MAX_REMEMBERED:
+            self._remembered.popitem(last=False)
+        return released
+
+    # --- joining ---------------------------------------------------------------------------------
+
+    def _leg(self, engine: str, key: int, source: Source, event: Event) -> Leg | None:
+        """The leg an event speaks of, new if need be; None for a straggler of a stored request."""
+        leg = self._legs.get((engine, key))
+        if leg is not None:
+            if source.engine == engine:
+                leg.boot = source.boot
+            self._touch(leg, event[2])
+            return leg
+        if (engine, key) in self._remembered:
+            self.stragglers += 1
+            return None
+        request = Request()
+        leg = Leg(engine, key, source.boot, uid(source.ring_id, event[0]), request)
+        request.d.append(leg)
+        self._legs[engine, key] = leg
+        self._live[request] = None
+        self._touch(leg, event[2])
+        self._schedule(request, self._now_ns + QUIET_NS)
+        for waiting in self._awaited.pop((text_key(engine), key), ()):
+            self._join(leg, waiting, "remote id")
+        return leg
+
+    def _set_prefill(self, leg: Leg) -> None:
+        request = leg.request
+        if request.p is None and leg in request.d:
+            request.d.remove(leg)
+            request.p = leg
+
+    def _join(self, p: Leg, d: Leg, how: str) -> None:
+        into, other = p.request, d.request
+        if into is other:
+            return
+        if into.p is None:
+            self._set_prefill(p)
+        if other.p is not None:
+            return  # both hold a P leg: ids were reused; keep them apart
+        into.d.extend(other.d)
+        into.joined_by = how
+        into.fed_ns = max(into.fed_ns, other.fed_ns)
+        for leg in other.d:
+            leg.request = into
+        self._live.pop(other, None)
+        self._check(into)
+
+    def _await_peer(self, leg: Leg) -> None:
+        """Join a D leg to the P leg it names, now or when that turns up."""
+        peer = self._legs.get((self.texts.get(leg.remote_engine, ""), leg.remote_request))
+        if peer is not None and peer is not leg:
+            self._join(peer, leg, "remote id")
+        else:
+            waiting = self._awaited.setdefault((leg.remote_engine, leg.remote_request), [])
+            if leg not in waiting:
+                waiting.append(leg)
+
+    def _infer(self, request: Request) -> None:
+        """Last resort: the one live request whose missing leg carries the same client id."""
+        leg = request.p or request.d[0]
+        if not leg.request_id or not (leg.is_prefill or leg.is_decode):
+            return
+        name = client_id(leg.request_id)
+        found = [
+            other for other in self._live
+            if other is not request and (other.p is None) != (request.p is None) and len(other.legs()) == 1
+            for peer in other.legs()
+            if peer.request_id and (peer.is_prefill or peer.is_decode) and client_id(peer.request_id) == name
+        ]
+        if len(found) == 1:
+            p = request.p or found[0].p
+            d = (request.d or found[0].d)[0]
+            if p is None or not self.is_complete(found[0]):
+                return
+            found[0].joined_by = request.joined_by = "client id"
+            self._live.pop(found[0], None)
+            request.p = p
+            request.d = [d]
+            p.request = d.request = request
+
+    def _chain(self, request: Request) -> None:
+        """Place the request in its session: chained by the KV that P was offered from an earlier D leg."""
+        p = request.p
+        if p is not None and (p.flags or 0) & (ev.FLAG_REUSE_OFFERED | ev.FLAG_REUSE_INCOMPLETE):
+            engine = self.texts.get(p.remote_engine, "")
+            earlier = self._legs.get((engine, p.remote_request))
+            if earlier is not None and earlier.request is not request:
+                self._chain(earlier.request)
+                request.session, request.turn = earlier.request.session, earlier.request.turn + 1
+            else:
+                known = self._remembered.get((engine, p.remote_request))
+                if known is not None and known[1]:
+                    request.session, request.turn = known[1], known[2] + 1
+        if not request.session and any(leg.lease for leg in request.d):
+            request.session, request.turn = request.id, 1
+
+    # --- handlers: scheduler ---------------------------------------------------------------------
+
+    def _arrived(self, source: Source, event: Event) -> None:
+        seq, _, t_ns, key, args = event
+        known = self._legs.get((source.engine, key))
+        if known is not None and known.finished_ns is not None and t_ns > known.finished_ns:
+            self._schedule(known.request, 0)  # an id used again: the earlier request is over
+            del self._legs[source.engine, key]
+        remembered = self._remembered.get((source.engine, key))
+        if remembered is not None and t_ns > remembered[3]:
+            del self._remembered[source.engine, key]
+        leg = self._leg(source.engine, key, source, event)
+        if leg is None:
+            return
+        leg.id = uid(source.ring_id, seq)
+        leg.request_id = self.text(key)
+        leg.arrived_ns = t_ns
+        (leg.arrival_ns, leg.flags, leg.prompt_tokens, leg.remote_engine, leg.remote_request,
+         leg.remote_tokens, leg.transfer_id, leg.session, leg.trace) = args[:9]
+        if leg.is_prefill:
+            self._set_prefill(leg)
+            named = self._named.pop((text_key(source.engine), key), None)
+            if named is not None and not named.is_prefill:
+                self._join(leg, named, "remote id")
+        elif leg.is_decode and leg.remote_request:
+            self._await_peer(leg)
+        if leg.transfer_id:
+            peer = self._transfer_ids.setdefault(leg.transfer_id, leg)
+            if peer is not leg and peer.is_prefill != leg.is_prefill:
+                p, d = (leg, peer) if leg.is_prefill else (peer, leg)
+                self._join(p, d, "transfer id")
+
+    def _considered(self, source: Source, event: Event) -> None:
+        leg = self._leg(source.engine, event[3], source, event)
+        if leg is not None and leg.considered_ns is None:
+            leg.considered_ns = event[2]
+            leg.local_tokens, leg.load_tokens = event[4][:2]
+
+    def _allocated(self, source: Source, event: Event) -> None:
+        leg = self._leg(source.engine, event[3], source, event)
+        if leg is not None:
+            leg.allocated_ns = event[2]
+            leg.load_tokens = event[4][1]
+
+    def _scheduled(self, source: Source, event: Event) -> None:
+        leg = self._leg(source.engine, event[3], source, event)
+        if leg is not None and event[2] not in leg.scheduled_ns:
+            leg.scheduled_ns.append(event[2])
+            leg.preemptions = max(leg.preemptions, event[4][3])
+            if event[4][4]:
+                leg.deferred_ns = event[4][4]
+
+    def _chunk(self, source: Source, event: Event) -> None:
+        leg = self._leg(source.engine, event[3], source, event)
+        if leg is not None:
+            leg.chunks += 1
+
+    def _preempted(self, source: Source, event: Event) -> None:
+        leg = self._leg(source.engine, event[3], source, event)
+        if leg is not None and event[2] not in leg.preempted_ns:
+            leg.preempted_ns.append(event[2])
+
+    def _deferred(self, source: Source, event: Event) -> None:
+        leg = self._leg(source.engine, event[3], source, event)
+        if leg is not None:
+            leg.deferred_ns = event[2]
+
+    def _first_token(self, source: Source, event: Event) -> None:
+        leg = self._leg(source.engine, event[3], source, event)
+        if leg is not None:
+            leg.first_token_ns = event[2]
+
+    def _finished(self, source: Source, event: Event) -> None:
+        leg = self._leg(source.engine, event[3], source, event)
+        if leg is None:
+            return
+        leg.finished_ns = event[2]
+        if not leg.request_id:
+            leg.request_id = self.text(event[3])
+        (leg.status, leg.prompt_tokens, leg.output_tokens, _, leg.cached_tokens, leg.external_tokens,
+         leg.preemptions, lease, _) = event[4][:9]
+        leg.lease = lease == 1
+        self._check(leg.request)
+
+    def _load_reported(self, source: Source, event: Event) -> None:
+        leg = self._leg(source.engine, event[3], source, event)
+        if leg is not None:
+            leg.load_reported_ns = event[2]
+            leg.load_failed = event[4][0] == 1
+
+    def _send_reported(self, source: Source, event: Event) -> None:
+        leg = self._leg(source.engine, event[3], source, event)
+        if leg is not None:
+            leg.send_reported_ns = event[2]
+            self._check(leg.request)
+
+    # --- handlers: worker ------------------------------------------------------------------------
+
+    def _load_started(self, source: Source, event: Event) -> None:
+        leg = self._leg(source.engine, event[3], source, event)
+        if leg is None:
+            return
+        side = leg.rank(source.rank)
+        if side.load_started_ns is None or event[2] < side.load_started_ns:
+            side.load_started_ns, earlier = event[2], side.load_started_ns
+            side.load_restarted_ns = side.load_restarted_ns or earlier
+        elif event[2] > side.load_started_ns:
+            side.load_restarted_ns = max(side.load_restarted_ns or 0, event[2])
+        if leg.flags is None and not leg.remote_request:
+            # The arrival event was lost or is yet to be read; the worker names the peer too. It is P's leg,
+            # unless this one is P's own, reading back what D kept.
+            leg.remote_engine, leg.remote_request = event[4][:2]
+            peer = self._legs.get((self.texts.get(leg.remote_engine, ""), leg.remote_request))
+            if peer is not None and peer.is_prefill:
+                self._join(peer, leg, "remote id")
+            else:
+                self._named[leg.remote_engine, leg.remote_request] = leg
+
+    def _handshake_waited(self, source: Source, event: Event) -> None:
+        leg = self._leg(source.engine, event[3], source, event)
+        if leg is None:
+            return
+        side = leg.rank(source.rank)
+        side.handshake_waited_ns = min(event[2], side.handshake_waited_ns or event[2])
+        link = (source.engine, source.rank, event[4][0])
+        self._handshake_waits.setdefault(link, []).append(side)
+        for finished_ns in self._handshakes_finished.get(link, ()):
+            _handshake_ended(side, finished_ns)
+
+    def _handshake_finished(self, source: Source, event: Event) -> None:
+        seq, _, t_ns, _, args = event
+        peer, started_ns, ok, has_offset, offset_ns = args[:5]
+        link = (source.engine, source.rank, peer)
+        self._handshakes_finished.setdefault(link, deque(maxlen=64)).append(t_ns)
+        waits = self._handshake_waits.get(link, [])
+        for side in waits:
+            _handshake_ended(side, t_ns)
+        waits[:] = [side for side in waits if side.handshake_done_ns is None]
+        name = self.text(peer)
+        self.handshakes.append(Handshake(
+            uid(source.ring_id, seq), source, name, started_ns, t_ns, ok == 1, offset_ns if has_offset else None
+        ))
+        if has_offset:
+            boots = {s.boot for s in self.sources.values() if s.engine == name}
+            for boot in boots:
+                self.clocks.estimate(source.boot, boot, offset_ns, t_ns - started_ns)
+
+    def _registration_sent(self, source: Source, event: Event) -> None:
+        leg = self._leg(source.engine, event[3], source, event)
+        if leg is not None:
+            leg.rank(source.rank).registration_sent_ns = event[2]
+
+    def _registration_received(self, source: Source, event: Event) -> None:
+        engine = self.texts.get(event[4][0])
+        leg = self._leg(engine, event[3], source, event) if engine else None
+        if leg is not None:
+            leg.rank(source.rank).registration_received_ns = event[2]
+
+    def _push_matched(self, source: Source, event: Event) -> None:
+        p = self._leg(source.engine, event[3], source, event)
+        if p is None:
+            return
+        side = p.rank(source.rank)
+        if side.matched_ns is None:
+            side.matched_ns = event[2]
+        elif event[2] > side.matched_ns:
+            side.rematched_ns = event[2]
+        self._set_prefill(p)
+        engine = self.texts.get(event[4][0])
+        d = self._leg(engine, event[4][1], source, event) if engine else None
+        if d is not None:
+            self._join(p, d, "push match")
+
+    def _transfer(self, source: Source, event: Event) -> Transfer | None:
+        leg = self._leg(source.engine, event[3], source, event)
+        if leg is None:
+            return None
+        transfers = leg.rank(source.rank).transfers
+        number = event[4][0]
+        found = transfers.get(number)
+        if found is None:
+            # Named by its number in its process: either of its two events may be the first to come.
+            found = transfers[number] = Transfer(uid(source.ring_id, (1 << 62) + number), source.rank)
+        return found
+
+    def _transfer_posted(self, source: Source, event: Event) -> None:
+        transfer = self._transfer(source, event)
+        if transfer is not None:
+            transfer.posted_ns = event[2]
+            _, write, transfer.begin_ns, done, peer = event[4][:5]
+            transfer.write = write == 1
+            transfer.done_on_post = done == 1
+            transfer.peer = self.text(peer)
+
+    def _transfer_done(self, source: Source, event: Event) -> None:
+        transfer = self._transfer(source, event)
+        if transfer is not None:
+            transfer.done_ns = event[2]
+            (_, transfer.last_poll_ns, transfer.poll_ns, transfer.start_ns, transfer.post_us,
+             transfer.xfer_us, transfer.bytes, transfer.descriptors) = event[4][:8]
+
+    def _load_done(self, source: Source, event: Event) -> None:
+        leg = self._leg(source.engine, event[3], source, event)
+        if leg is not None:
+            side = leg.rank(source.rank)
+            side.load_done_ns = event[2]
+            side.load_failed = event[4][0] == 1
+
+    def _send_done(self, source: Source, event: Event) -> None:
+        leg = self._leg(source.engine, event[3], source, event)
+        if leg is not None:
+            leg.rank(source.rank).send_done_ns = event[2]
+
+    def _notification_received(self, source: Source, event: Event) -> None:
+        leg = self._leg(source.engine, event[3], source, event)
+        if leg is not None:
+            side = leg.rank(source.rank)
+            side.notified_ns = max(event[2], side.notified_ns or 0)
+
+    def _read_expired(self, source: Source, event: Event) -> None:
+        leg = self._leg(source.engine, event[3], source, event)
+        if leg is not None:
+            leg.rank(source.rank).read_expired = True
+
+    # --- handlers: leases, faults, samples -------------------------------------------------------
+
+    def _lease_armed(self, source: Source, event: Event) -> None:
+        key = (source.engine, source.rank, event[3])
+        if key not in self._leases:
+            self._leases[key] = Lease(uid(source.ring_id, event[0]), source, event[3], event[2], event[4][0])
+        leg = self._legs.get((source.engine, event[3]))
+        if leg is not None:
+            leg.rank(source.rank).lease_armed_ns = event[2]
+
+    def _lease_renewed(self, source: Source, event: Event) -> None:
+        lease = self._leases.get((source.engine, source.rank, event[3]))
+        if lease is not None:
+            lease.renewals += 1
+            lease.deadline_ns = event[4][0]
+            leg = self._legs.get((source.engine, event[3]))
+            if leg is not None:
+                self._touch(leg, event[2])
+
+    def _end_lease(self, source: Source, event: Event, end: str) -> None:
+        lease = self._leases.pop((source.engine, source.rank, event[3]), None)
+        if lease is not None:
+            lease.ended_ns, lease.end = event[2], end
+            self.ended_leases.append(lease)
+
+    def _lease_released(self, source: Source, event: Event) -> None:
+        self._end_lease(source, event, "released")
+
+    def _lease_expired(self, source: Source, event: Event) -> None:
+        self._end_lease(source, event, "expired")
+        leg = self._legs.get((source.engine, event[3]))
+        if leg is not None:
+            leg.failure = leg.failure or "lease expired"
+
+    def _notification_late(self, source: Source, event: Event) -> None:
+        leg = self._legs.get((source.engine, event[3]))
+        if leg is not None:
+            leg.released_late = True
+        self._fail(source, event, "nixl", "read_after_expiry", self.text(event[3]), leg)
+
+    def _failure(self, source: Source, event: Event) -> None:
+        leg = self._legs.get((source.engine, event[3])) if event[3] else None
+        name = self.text(event[4][0])
+        if leg is not None:
+            leg.failure = name
+        self._fail(source, event, "nixl", name, self.text(event[4][1]), leg)
+
+    def _hook_failed(self, source: Source, event: Event) -> None:
+        self._fail(source, event, "hook", self.text(event[4][0]), self.text(event[4][1]), None)
+
+    def _fail(self, source: Source, event: Event, kind: str, name: str, detail: str, leg: Leg | None) -> None:
+        self.failures.append(Failure(uid(source.ring_id, event[0]), event[2], source, kind, name, detail, leg))
+
+    def _sample(self, source: Source, event: Event) -> None:
+        self.samples[source.ring_id] = (event[2], *event[4][:4])
+
+
+def _handshake_ended(side: RankSide, finished_ns: int) -> None:
+    """The wait ended with the first handshake that finished after it began."""
+    waited, done = side.handshake_waited_ns, side.handshake_done_ns
+    if waited is not None and finished_ns >= waited and (done is None or finished_ns < done):
+        side.handshake_done_ns = finished_ns
+
+
+def fingerprint(source: Source, name: str, default: Any = "") -> Any:
+    """A value of the engine's fingerprint."""
+    return source.about.fingerprint.get(name, default)
