@@ -213,8 +213,8 @@ class _Builder:
         critical, overlapped = prefill, registration
         if late:
             # D's side came last. It began because P had finished (a sequential router), or on its own.
-            arrived = self.on_d(d.arrival_ns if d.arrival_ns is not None else d.arrived_ns)
-            if arrived is None or (finished_by is not None and arrived >= finished_by):
+            begun = self.on_d(_first_known(d))
+            if begun is None or (finished_by is not None and begun >= finished_by):
                 critical, overlapped = prefill + registration, []
             else:
                 critical, overlapped = registration, prefill
@@ -329,7 +329,7 @@ class _Builder:
             marks.append(Mark(names.dispatch, _plus(started, shift)))
         seen = side.load_done_ns
         if transfer is not None:
-            marks += self._moved(leg.engine, transfer, names, shift, None)
+            marks += self._moved(leg.engine, transfer, names, shift)
             if transfer.done_ns is None:
                 marks[-1] = Mark(names.detect, _plus(seen, shift), POLL)
         elif seen is None or not side.load_failed:
@@ -339,30 +339,42 @@ class _Builder:
         return marks + self._reported(leg, names, shift)
 
     def _moved(
-        self, engine: str, transfer: Transfer, names: _Load, shift: int, notified: int | None
+        self,
+        engine: str,
+        transfer: Transfer,
+        names: _Load,
+        shift: int,
+        pushed: bool = False,
+        notified: int | None = None,
     ) -> list[Mark]:
-        """post, wire and detect of one transfer. `notified`: when the peer held P's completion, if known."""
+        """post, wire and detect of one transfer. `notified`: when the peer of a push held its completion."""
         begin, posted, how = transfer.begin_ns, transfer.posted_ns, HOOK
+        on_post = transfer.done_on_post
         if posted is None and transfer.start_ns:
             # The posting event is missing; NIXL's telemetry still tells.
             begin, how = transfer.start_ns, TELEMETRY
             posted = begin + transfer.post_us * 1000
+            on_post = transfer.post_us >= transfer.xfer_us
         done = transfer.done_ns
-        if done is not None and notified is not None and transfer.poll_ns is not None:
-            # The notification leaves inside the poll, so it may overtake the hook behind it.
-            done = min(done, max(transfer.poll_ns, notified))
+        if on_post and pushed and posted is not None:
+            # The notification left inside the post call: no poll was waited for.
+            end = posted if notified is None else max(begin or 0, min(posted, notified))
+            return [Mark(step, end + shift, how) for step in (names.post, names.wire, names.detect)]
         post = Mark(names.post, _plus(posted, shift), how)
         if done is None:
             return [post, Mark(names.wire, None), Mark(names.detect, None, POLL)]
+        if notified is not None and transfer.poll_ns is not None:
+            # The notification leaves inside the poll, so it may overtake the hook behind it.
+            done = min(done, max(transfer.poll_ns, notified))
         detect = Mark(names.detect, done + shift, POLL)
-        if transfer.done_on_post and posted is not None:
+        if posted is None or begin is None:
+            return [post, Mark(names.wire, None), detect]
+        if on_post:
             return [post, Mark(names.wire, posted + shift), detect]
-        earliest = max(posted or 0, min(transfer.last_poll_ns or 0, done))
+        earliest = max(posted, min(transfer.last_poll_ns or 0, done))
         rate = self.rates.best(engine, transfer)
         if names is _PULL:
             self.rate = rate
-        if posted is None or begin is None:
-            return [post, Mark(names.wire, None), detect]
         if done <= earliest:
             return [post, Mark(names.wire, done + shift, POLL), detect]
         if rate is None or not transfer.bytes:
@@ -410,7 +422,7 @@ class _Builder:
         else:
             marks.append(Mark(dispatch, side.matched_ns))
         if transfer is not None:
-            marks += self._moved(p.engine, transfer, _PULL, 0, notified)
+            marks += self._moved(p.engine, transfer, _PULL, 0, True, notified)
         else:
             marks += [Mark(_S["transfer.post"], None), Mark(_S["transfer.wire"], None),
                       Mark(_S["readiness.detect"], None)]

@@ -25,6 +25,7 @@ UNKNOWN = -1
 
 SCHEDULER = "scheduler"
 WORKER = "worker"
+EITHER = "either"
 
 
 class EventType(NamedTuple):
@@ -33,7 +34,7 @@ class EventType(NamedTuple):
     code: int
     name: str
     source: str
-    """The connector role that records it: `scheduler` (EngineCore) or `worker` (one ring per rank)."""
+    """The connector role that records it: `scheduler` (EngineCore), `worker` (one ring per rank) or `either`."""
     doc: str
     fields: dict[str, str]
     """Field name to its meaning, in the order they are recorded."""
@@ -256,16 +257,16 @@ FAILURE = _event(
     remote_engine="text: the peer's engine id, where vLLM names it",
 )
 HOOK_FAILED = _event(
-    61, "hook.failed", SCHEDULER, "A kvscope hook raised; vLLM went on. The hook stops after a few of these.",
+    61, "hook.failed", EITHER, "A kvscope hook raised; vLLM went on. The hook stops after a few of these.",
     hook="text: the hook's name",
     error="text: the exception",
     disabled="1 when the hook is off from now on",
 )
 ENGINE_SAMPLE = _event(
-    62, "engine.sample", SCHEDULER, "Once a second while the engine steps.",
+    62, "engine.sample", EITHER, "Once a second while the engine steps.",
     steps="scheduler steps since the last sample",
-    step_tokens="tokens scheduled since the last sample",
-    hook_ns="time spent in this process's kvscope hooks since the last sample",
+    step_tokens="tokens scheduled since the last sample; unknown to a worker",
+    hook_ns="time in this process's kvscope hooks that had something to do, since the last sample",
     interval_ns="time since the last sample",
 )
 ENGINE_STOPPED = _event(

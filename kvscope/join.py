@@ -261,6 +261,7 @@ class Joiner:
         self.clocks = clocks or Clocks()
         self.texts: dict[int, str] = {}
         self.sources: dict[bytes, Source] = {}
+        self._engines: set[str] = set()
         self.cleanups = 0
         self.rejected: dict[bytes, int] = {}
         self.stragglers = 0
@@ -323,6 +324,7 @@ class Joiner:
         self.clocks.anchor(boot, wall_ns, mono_ns)
         source = self.sources[ring_id] = Source(ring_id, about, about.engine_id, about.rank, boot)
         self.texts[text_key(about.engine_id)] = about.engine_id
+        self._engines.add(about.engine_id)
         return source
 
     def feed(self, source: Source, batch: Iterable[Event], texts: dict[int, str], now_ns: int) -> None:
@@ -348,6 +350,10 @@ class Joiner:
         for request in self._live:
             if any(leg.engine == source.engine for leg in request.legs()):
                 self._schedule(request, now_ns + LOST_QUIET_NS)
+
+    def is_instrumented(self, leg: Leg) -> bool:
+        """Whether the leg's engine writes rings; a leg can be known from its peer's alone."""
+        return leg.engine in self._engines
 
     def engine_gone(self, engine: str) -> bool:
         """Whether every ring of the engine lost its writer."""
@@ -406,7 +412,8 @@ class Joiner:
         """Nothing more is to come but stragglers."""
         if request.d:
             # A D leg's own lease (bidirectional) outlives the request by minutes: it has its own row.
-            return all(leg.finished for leg in request.d) and (request.p is None or request.p.released)
+            ended = all(leg.finished or not self.is_instrumented(leg) for leg in request.d)
+            return ended and (request.p is None or request.p.released)
         return request.p is not None and request.p.released
 
     def _due_ns(self, request: Request, now_ns: int) -> int:
@@ -423,8 +430,7 @@ class Joiner:
             return leg.flags is not None
         if leg.is_decode:
             # A peer that writes no ring will never turn up.
-            peer = self.texts.get(leg.remote_engine, "")
-            return all(s.engine != peer for s in self.sources.values())
+            return self.texts.get(leg.remote_engine, "") not in self._engines
         return not leg.lease
 
     def _schedule(self, request: Request, due_ns: int) -> None:
@@ -665,7 +671,7 @@ class Joiner:
 
     def _load_started(self, source: Source, event: Event) -> None:
         leg = self._leg(source.engine, event[3], source, event)
-        if leg is None:
+        if leg is None or event[4][2] == 0:  # no blocks: the worker only tells the peer that it needs none
             return
         side = leg.rank(source.rank)
         if side.load_started_ns is None or event[2] < side.load_started_ns:
@@ -820,7 +826,7 @@ class Joiner:
     def _lease_expired(self, source: Source, event: Event) -> None:
         self._end_lease(source, event, "expired")
         leg = self._legs.get((source.engine, event[3]))
-        if leg is not None:
+        if leg is not None and leg.is_prefill:
             leg.failure = leg.failure or "lease expired"
 
     def _notification_late(self, source: Source, event: Event) -> None:
