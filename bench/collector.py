@@ -1,8 +1,8 @@
 """What the collector sustains on one core, from ring to committed row, and bytes per request in the store.
 
-The load is SIMULATED (fleet.py). The rings are written first; then one process, pinned to one CPU, reads
-them into an empty store, and the clock stops when the last row is committed. On a machine with other work
-the figure per CPU second is the one to compare: it counts all threads of the process, DuckDB's too.
+The load is SIMULATED (kvscope.demo.simulate). The rings are written first; then one process, pinned to
+one CPU, reads them into an empty store, and the clock stops when the last row is committed. On a machine
+with other work the figure per CPU second is the one to compare: it counts all threads, DuckDB's too.
 
     python bench/collector.py [--requests 20000] [--profile]
 """
@@ -19,11 +19,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from fleet import Fleet
-
 from kvscope.collectors.daemon import Collector
 from kvscope.collectors.rings import Rings
 from kvscope.collectors.store import Store
+from kvscope.demo.simulate import Fleet
 
 
 def main() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvscope import events as ev
 from kvscope.attribution import Breakdown, Interval, Rates, attribute, wire_bounds
-from kvscope.join import Failure, Handshake, Joiner, Leg, Lease, Request, Source, client_id, fingerprint
+from kvscope.join import Failure, Handshake, Joiner, Lease, Leg, Request, Source, client_id, fingerprint
 from kvscope.ring import Event, RingReader
 from kvscope.steps import OBSERVED, STEPS
+
+logger = logging.getLogger(__name__)
 
 Row = tuple[Any, ...]
 
@@ -27,14 +31,19 @@ class Pipeline:
         self._has_request = has_request
         self._rates = Rates()
         self._sources: dict[bytes, Source] = {}
-        self._counts = dict.fromkeys(("events", "requests", "joined", "unjoined", "already_stored"), 0)
+        self._by_engine: dict[str, Source] = {}
+        """One source per engine, for what all of its rings say alike."""
+        self._counts = dict.fromkeys(
+            ("events", "requests", "joined", "unjoined", "already_stored", "untold"), 0
+        )
 
     # --- input -----------------------------------------------------------------------------------
 
     def add_ring(self, reader: RingReader) -> None:
         """Announce a ring before its events are fed."""
         ring_id = reader.ring_id.bytes
-        self._sources[ring_id] = self.joiner.add_ring(ring_id, reader.about, reader.wall_ns, reader.mono_ns)
+        source = self.joiner.add_ring(ring_id, reader.about, reader.wall_ns, reader.mono_ns)
+        self._sources[ring_id] = self._by_engine[source.engine] = source
 
     def feed(self, reader: RingReader, events: list[Event], now_ns: int) -> None:
         """Take in events of one ring in the order of their numbers, and the texts its reader gathered.
@@ -54,6 +63,8 @@ class Pipeline:
         source = self._sources.pop(reader.ring_id.bytes, None)
         if source is not None:
             self.joiner.forget_ring(source)
+            if self._by_engine.get(source.engine) is source:
+                del self._by_engine[source.engine]
 
     # --- output ----------------------------------------------------------------------------------
 
@@ -71,8 +82,18 @@ class Pipeline:
             if self._stored_before(request):
                 self._counts["already_stored"] += 1
                 continue
-            rows["requests"].append(self._request_row(request))
-            rows["transfers"].extend(self._transfer_rows(request))
+            try:
+                row, transfers = self._request_row(request), list(self._transfer_rows(request))
+            except Exception as error:
+                # Rings are untrusted: one request that can't be told must not take the others with it.
+                if not self._counts["untold"]:
+                    logger.error(
+                        "a request can't be told (%s: %s); such are counted", type(error).__name__, error
+                    )
+                self._counts["untold"] += 1
+                continue
+            rows["requests"].append(row)
+            rows["transfers"] += transfers
             self._counts["requests"] += 1
             self._counts["joined" if request.joined_by else "unjoined"] += 1
         rows["leases"] = [self._lease_row(lease) for lease in leases]
@@ -82,7 +103,12 @@ class Pipeline:
 
     def live_rows(self) -> list[Row]:
         """REQUESTS rows of the requests that are not over, as far as they have come."""
-        return [self._request_row(request) for request in self.joiner.live() if not _is_cleanup(request)]
+        rows = []
+        for request in self.joiner.live():
+            if not _is_cleanup(request) and not self._stored_before(request):
+                with contextlib.suppress(ArithmeticError, LookupError, ValueError):
+                    rows.append(self._request_row(request))
+        return rows
 
     def counters(self) -> dict[str, int]:
         """Totals since the start: events, requests, joins, what was left out and why."""
@@ -118,13 +144,12 @@ class Pipeline:
             for transfer in one.transfers():
                 self._rates.learn(one.engine, transfer)
         connector = self._connector(request)
-        outcome, detail = self._outcome(request, breakdown)
+        outcome, detail, current = self._outcome(request, breakdown)
         reuse, offered, pulled = _reuse(p)
         totals = breakdown.totals
         generate = breakdown.generate.ns if breakdown.generate else None
         trace = joiner.text(next((one.trace for one in request.legs() if one.trace), 0))
         name = leg.request_id or joiner.text(leg.key)
-        ends = d if d is not None else leg
         return (
             request.id,
             client_id(name),
@@ -134,7 +159,9 @@ class Pipeline:
             connector,
             outcome,
             detail,
-            request.joined_by or self._why_unjoined(request),
+            current,
+            any(one.released_late for one in request.legs()),
+            self._joined_by(request),
             p.engine if p else None,
             d.engine if d else None,
             (p.request_id or joiner.text(p.key)) if p else None,
@@ -166,7 +193,7 @@ class Pipeline:
             breakdown.clock_error_ns,
             breakdown.clamped_ns,
             _waterfall(breakdown),
-        ) if ends is not None else ()
+        )
 
     def _transfer_rows(self, request: Request) -> Iterable[Row]:
         for leg in request.legs():
@@ -176,7 +203,9 @@ class Pipeline:
                 yield (
                     t.id,
                     request.id,
-                    self.joiner.clocks.wall_ns(leg.boot, t.posted_ns if t.posted_ns is not None else t.start_ns),
+                    self.joiner.clocks.wall_ns(
+                        leg.boot, t.posted_ns if t.posted_ns is not None else t.start_ns
+                    ),
                     "WRITE" if t.write else "READ",
                     leg.engine,
                     t.rank,
@@ -193,12 +222,13 @@ class Pipeline:
 
     def _lease_row(self, lease: Lease) -> Row:
         wall, boot = self.joiner.clocks.wall_ns, lease.source.boot
+        request_id = self.joiner.request_id_of(lease.source.engine, lease.key)
         return (
             lease.id,
-            self.joiner.request_id_of(lease.source.engine, lease.key),
+            request_id,
             lease.source.engine,
             lease.source.rank,
-            self.joiner.text(lease.key),
+            self.joiner.text(lease.key) if request_id is None else None,
             wall(boot, lease.armed_ns),
             wall(boot, lease.deadline_ns),
             lease.renewals,
@@ -236,7 +266,7 @@ class Pipeline:
     # --- what a request was ----------------------------------------------------------------------
 
     def _source(self, leg: Leg) -> Source | None:
-        return next((s for s in self._sources.values() if s.engine == leg.engine), None)
+        return self._by_engine.get(leg.engine)
 
     def _about(self, leg: Leg, name: str) -> Any:
         source = self._source(leg)
@@ -260,34 +290,36 @@ class Pipeline:
                 return "bidirectional"
         return "pull"
 
-    def _outcome(self, request: Request, breakdown: Breakdown) -> tuple[str, str | None]:
+    def _outcome(self, request: Request, breakdown: Breakdown) -> tuple[str, str | None, str | None]:
+        """Outcome, its detail, and the step it is in, or was in when last seen, if it did not finish."""
         joiner = self.joiner
         legs = request.legs()
-        ends = request.d or legs
+        ends = [leg for leg in request.d if joiner.is_instrumented(leg)] or legs[:1]
         failure = next((leg.failure for leg in legs if leg.failure), None)
-        if any(leg.released_late for leg in legs):
-            failure = "read after expiry"
+        current = breakdown.current.name if breakdown.current else "decode.generate"
         if all(leg.finished for leg in ends):
             status = joiner.text(ends[0].status)
-            if status in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"):
+            if status.removeprefix("FINISHED_") in ("STOPPED", "LENGTH_CAPPED", "REPETITION"):
                 if not request.d and request.p is not None and request.p.failure == "lease expired":
-                    return "incomplete", "lease expired, never read"
-                return "finished", failure
+                    return "incomplete", "lease expired, never read", current
+                return "finished", failure, None
             outcome = {"FINISHED_ABORTED": "aborted", "FINISHED_IGNORED": "ignored"}.get(status, "error")
-            return outcome, failure or status
-        where = breakdown.current.name if breakdown.current else "decode.generate"
+            return outcome, failure or status, current
         if any(joiner.engine_gone(leg.engine) for leg in legs if not leg.finished or leg is request.p):
-            return "lost", f"in {where}"
-        if request in joiner._live:
-            return "in flight", f"in {where}"
-        return "incomplete", f"in {where}" + (f", {failure}" if failure else "")
+            return "lost", failure, current
+        return ("in flight" if joiner.is_live(request) else "incomplete"), failure, current
 
-    def _why_unjoined(self, request: Request) -> str:
+    def _joined_by(self, request: Request) -> str:
+        joiner = self.joiner
+        if not all(joiner.is_instrumented(leg) for leg in request.legs()):
+            return "peer not instrumented"
+        if request.joined_by:
+            return request.joined_by
         leg = request.p or request.d[0]
         if not leg.is_prefill and not leg.is_decode:
             return "single leg"
-        peer = self.joiner.texts.get(leg.remote_engine, "")
-        if leg.is_decode and all(s.engine != peer for s in self._sources.values()):
+        peer = joiner.texts.get(leg.remote_engine, "")
+        if leg.is_decode and all(s.engine != peer for s in joiner.sources.values()):
             return "peer not instrumented"
         return "unjoined"
 
@@ -307,7 +339,7 @@ def _transferred(d: Leg | None) -> int | None:
 
 
 def _recomputed(d: Leg | None) -> int | None:
-    """Prompt tokens D computed although P had: its load failed, or it lost the blocks before its first token."""
+    """Prompt tokens D computed although P had: the load failed, or the blocks went before the first token."""
     if d is None or d.load_tokens == ev.UNKNOWN:
         return None
     preempted = any(d.first_token_ns is None or t < d.first_token_ns for t in d.preempted_ns)
@@ -335,15 +367,15 @@ def _reuse(p: Leg | None) -> tuple[str | None, int | None, int | None]:
 
 def _waterfall(breakdown: Breakdown) -> list[dict[str, Any]]:
     intervals: list[Interval] = [*breakdown.critical, *breakdown.overlapped]
-    if breakdown.generate:
-        intervals.append(breakdown.generate)
     t0 = breakdown.t0_ns
     return [
         {
-            "step": i.step.code, "from_ns": i.start_ns - t0, "ns": i.ns, "critical": i.critical,
-            "observed": OBSERVED.index(i.observed), "error_ns": i.error_ns,
+            "step": i.step.code,
+            "from_ns": i.start_ns - t0,
+            "ns": i.ns,
+            "critical": i.critical,
+            "observed": OBSERVED.index(i.observed),
+            "error_ns": i.error_ns,
         }
         for i in intervals
     ]
-
-

@@ -29,15 +29,22 @@ QUIET_NS = 90_000_000_000
 """An incomplete request without any event for this long is stored as it is. Leases renew every 5 s."""
 LOST_QUIET_NS = 10_000_000_000
 """The same where one of its engines is gone."""
+QUIET_SCAN_NS = 1_000_000_000
+"""How often quiet requests are looked for."""
+MAX_FRONTEND_NS = 3600_000_000_000
+"""A request that seems to have been longer than this between API server and scheduler was not."""
 MAX_LIVE = 100_000
 """Requests held in memory; beyond it the oldest is stored as it is."""
+MAX_TEXTS = 500_000
+"""Texts held in memory; those of a request go with it, so that only a hostile ring gets here."""
 MAX_REMEMBERED = 200_000
 """Stored requests remembered, so that stragglers don't start them anew."""
 
 
 def uid(ring_id: bytes, seq: int) -> int:
     """A number for what began with this event: the same whenever the ring is read."""
-    return int.from_bytes(blake2b(ring_id + seq.to_bytes(8, "little"), digest_size=8).digest(), "little")
+    number = (seq & 0xFFFFFFFFFFFFFFFF).to_bytes(8, "little")
+    return int.from_bytes(blake2b(ring_id + number, digest_size=8).digest(), "little")
 
 
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$")
@@ -191,7 +198,8 @@ class Request:
     p: Leg | None = None
     d: list[Leg] = field(default_factory=list)
     joined_by: str = ""
-    settling: bool = False
+    due_ns: int = 0
+    """Collector's clock when it is to be looked at again; 0 while nothing tells that it may be over."""
     fed_ns: int = 0
     """Collector's clock at its last event."""
     session: int = 0
@@ -260,6 +268,7 @@ class Joiner:
     def __init__(self, clocks: Clocks | None = None) -> None:
         self.clocks = clocks or Clocks()
         self.texts: dict[int, str] = {}
+        self._spent_texts: list[int] = []
         self.sources: dict[bytes, Source] = {}
         self._engines: set[str] = set()
         self.cleanups = 0
@@ -273,13 +282,15 @@ class Joiner:
         self._live: OrderedDict[Request, None] = OrderedDict()
         self._due: list[tuple[int, int, Request]] = []
         self._due_count = 0
+        self._now_ns = self._next_scan_ns = 0
         # Request ids named by a peer whose leg has not been seen: (engine key, request key) -> legs.
         self._awaited: dict[tuple[int, int], list[Leg]] = {}
         # Legs whose worker names a peer while their own role is not known (yet).
         self._named: dict[tuple[int, int], Leg] = {}
         self._transfer_ids: dict[int, Leg] = {}
         self._leases: dict[tuple[str, int, int], Lease] = {}
-        self._handshake_waits: dict[tuple[str, int, int], list[RankSide]] = {}
+        # The latest ones per (engine, rank, peer): events come in any order.
+        self._handshake_waits: dict[tuple[str, int, int], deque[RankSide]] = {}
         self._handshakes_finished: dict[tuple[str, int, int], deque[int]] = {}
         self._remembered: OrderedDict[tuple[str, int], tuple[int, int, int, int]] = OrderedDict()
         self._handlers = {
@@ -347,9 +358,7 @@ class Joiner:
             lease.end = "lost"
             self.ended_leases.append(lease)
             del self._leases[key]
-        for request in self._live:
-            if any(leg.engine == source.engine for leg in request.legs()):
-                self._schedule(request, now_ns + LOST_QUIET_NS)
+        self._next_scan_ns = now_ns
 
     def is_instrumented(self, leg: Leg) -> bool:
         """Whether the leg's engine writes rings; a leg can be known from its peer's alone."""
@@ -368,22 +377,35 @@ class Joiner:
 
     # --- output ----------------------------------------------------------------------------------
 
+    def is_live(self, request: Request) -> bool:
+        return request in self._live
+
     def live(self) -> list[Request]:
         """Requests that are not over, oldest first."""
         return list(self._live)
 
     def settled(self, now_ns: int, final: bool = False) -> list[Request]:
         """Requests that are over since the last call; with `final`, all that is left."""
-        out = []
+        for key in self._spent_texts:
+            self.texts.pop(key, None)
+        self._spent_texts.clear()
+        if len(self.texts) > MAX_TEXTS:
+            self.texts = {text_key(engine): engine for engine in self._engines}
+        out: list[Request] = []
+        if final or now_ns >= self._next_scan_ns:
+            self._next_scan_ns = now_ns + QUIET_SCAN_NS
+            for request in self._live:
+                if not request.due_ns and (final or self._due_ns(request) <= now_ns):
+                    self._schedule(request, now_ns)
         while self._due and (final or self._due[0][0] <= now_ns):
-            _, _, request = heapq.heappop(self._due)
-            if request not in self._live:
-                continue
-            request.settling = False
-            due = self._due_ns(request, now_ns)
+            planned_ns, _, request = heapq.heappop(self._due)
+            if request not in self._live or request.due_ns != planned_ns:
+                continue  # released, or planned anew
+            request.due_ns = 0
+            due = self._due_ns(request)
             if final or due <= now_ns:
                 out.extend(self._release(request))
-            else:
+            elif self.is_complete(request):
                 self._schedule(request, due)
         while len(self._live) > MAX_LIVE:
             out.extend(self._release(next(iter(self._live))))
@@ -416,7 +438,7 @@ class Joiner:
             return ended and (request.p is None or request.p.released)
         return request.p is not None and request.p.released
 
-    def _due_ns(self, request: Request, now_ns: int) -> int:
+    def _due_ns(self, request: Request) -> int:
         if self.is_complete(request):
             return request.fed_ns + (SETTLE_NS if self._has_all_legs(request) else UNJOINED_NS)
         gone = any(self.engine_gone(leg.engine) for leg in request.legs())
@@ -434,7 +456,7 @@ class Joiner:
         return not leg.lease
 
     def _schedule(self, request: Request, due_ns: int) -> None:
-        request.settling = True
+        request.due_ns = due_ns
         self._due_count += 1
         heapq.heappush(self._due, (due_ns, self._due_count, request))
 
@@ -447,7 +469,9 @@ class Joiner:
     def _check(self, request: Request) -> None:
         """Put a request that may just have become complete on the list of those to be released."""
         if self.is_complete(request):
-            self._schedule(request, self._now_ns + SETTLE_NS)
+            due_ns = self._due_ns(request)
+            if not request.due_ns or due_ns < request.due_ns:
+                self._schedule(request, due_ns)
 
     def _release(self, request: Request) -> list[Request]:
         """Take a request out of memory; with it the one it is joined to by inference."""
@@ -462,10 +486,15 @@ class Joiner:
             released = [request]
         self._live.pop(request, None)
         for leg in legs:
+            leg.request_id = leg.request_id or self.text(leg.key)
+            self._spent_texts += (leg.key, leg.remote_request, leg.transfer_id, leg.trace)
             if self._legs.get((leg.engine, leg.key)) is leg:
                 del self._legs[leg.engine, leg.key]
             self._remembered[leg.engine, leg.key] = (
-                request.id, request.session, request.turn, leg.last_event_ns
+                request.id,
+                request.session,
+                request.turn,
+                leg.last_event_ns,
             )
             if leg.transfer_id and self._transfer_ids.get(leg.transfer_id) is leg:
                 del self._transfer_ids[leg.transfer_id]
@@ -495,7 +524,6 @@ class Joiner:
         self._legs[engine, key] = leg
         self._live[request] = None
         self._touch(leg, event[2])
-        self._schedule(request, self._now_ns + QUIET_NS)
         for waiting in self._awaited.pop((text_key(engine), key), ()):
             self._join(leg, waiting, "remote id")
         return leg
@@ -539,7 +567,8 @@ class Joiner:
             return
         name = client_id(leg.request_id)
         found = [
-            other for other in self._live
+            other
+            for other in self._live
             if other is not request and (other.p is None) != (request.p is None) and len(other.legs()) == 1
             for peer in other.legs()
             if peer.request_id and (peer.is_prefill or peer.is_decode) and client_id(peer.request_id) == name
@@ -577,7 +606,7 @@ class Joiner:
         seq, _, t_ns, key, args = event
         known = self._legs.get((source.engine, key))
         if known is not None and known.finished_ns is not None and t_ns > known.finished_ns:
-            self._schedule(known.request, 0)  # an id used again: the earlier request is over
+            self._schedule(known.request, 1)  # an id used again: the earlier request is over
             del self._legs[source.engine, key]
         remembered = self._remembered.get((source.engine, key))
         if remembered is not None and t_ns > remembered[3]:
@@ -586,10 +615,21 @@ class Joiner:
         if leg is None:
             return
         leg.id = uid(source.ring_id, seq)
-        leg.request_id = self.text(key)
+        leg.request_id = leg.request_id or self.text(key)
         leg.arrived_ns = t_ns
-        (leg.arrival_ns, leg.flags, leg.prompt_tokens, leg.remote_engine, leg.remote_request,
-         leg.remote_tokens, leg.transfer_id, leg.session, leg.trace) = args[:9]
+        (
+            leg.arrival_ns,
+            leg.flags,
+            leg.prompt_tokens,
+            leg.remote_engine,
+            leg.remote_request,
+            leg.remote_tokens,
+            leg.transfer_id,
+            leg.session,
+            leg.trace,
+        ) = args[:9]
+        if not 0 <= t_ns - leg.arrival_ns <= MAX_FRONTEND_NS:
+            leg.arrival_ns = None  # the wall clock was stepped in between: then it tells nothing
         if leg.is_prefill:
             self._set_prefill(leg)
             named = self._named.pop((text_key(source.engine), key), None)
@@ -650,8 +690,17 @@ class Joiner:
         leg.finished_ns = event[2]
         if not leg.request_id:
             leg.request_id = self.text(event[3])
-        (leg.status, leg.prompt_tokens, leg.output_tokens, _, leg.cached_tokens, leg.external_tokens,
-         leg.preemptions, lease, _) = event[4][:9]
+        (
+            leg.status,
+            leg.prompt_tokens,
+            leg.output_tokens,
+            _,
+            leg.cached_tokens,
+            leg.external_tokens,
+            leg.preemptions,
+            lease,
+            _,
+        ) = event[4][:9]
         leg.lease = lease == 1
         self._check(leg.request)
 
@@ -696,7 +745,7 @@ class Joiner:
         side = leg.rank(source.rank)
         side.handshake_waited_ns = min(event[2], side.handshake_waited_ns or event[2])
         link = (source.engine, source.rank, event[4][0])
-        self._handshake_waits.setdefault(link, []).append(side)
+        self._handshake_waits.setdefault(link, deque(maxlen=256)).append(side)
         for finished_ns in self._handshakes_finished.get(link, ()):
             _handshake_ended(side, finished_ns)
 
@@ -705,14 +754,20 @@ class Joiner:
         peer, started_ns, ok, has_offset, offset_ns = args[:5]
         link = (source.engine, source.rank, peer)
         self._handshakes_finished.setdefault(link, deque(maxlen=64)).append(t_ns)
-        waits = self._handshake_waits.get(link, [])
-        for side in waits:
+        for side in self._handshake_waits.get(link, ()):
             _handshake_ended(side, t_ns)
-        waits[:] = [side for side in waits if side.handshake_done_ns is None]
         name = self.text(peer)
-        self.handshakes.append(Handshake(
-            uid(source.ring_id, seq), source, name, started_ns, t_ns, ok == 1, offset_ns if has_offset else None
-        ))
+        self.handshakes.append(
+            Handshake(
+                uid(source.ring_id, seq),
+                source,
+                name,
+                started_ns,
+                t_ns,
+                ok == 1,
+                offset_ns if has_offset else None,
+            )
+        )
         if has_offset:
             boots = {s.boot for s in self.sources.values() if s.engine == name}
             for boot in boots:
@@ -769,8 +824,16 @@ class Joiner:
         transfer = self._transfer(source, event)
         if transfer is not None:
             transfer.done_ns = event[2]
-            (_, transfer.last_poll_ns, transfer.poll_ns, transfer.start_ns, transfer.post_us,
-             transfer.xfer_us, transfer.bytes, transfer.descriptors) = event[4][:8]
+            (
+                _,
+                transfer.last_poll_ns,
+                transfer.poll_ns,
+                transfer.start_ns,
+                transfer.post_us,
+                transfer.xfer_us,
+                transfer.bytes,
+                transfer.descriptors,
+            ) = event[4][:8]
 
     def _load_done(self, source: Source, event: Event) -> None:
         leg = self._leg(source.engine, event[3], source, event)
@@ -840,13 +903,17 @@ class Joiner:
         name = self.text(event[4][0])
         if leg is not None:
             leg.failure = name
+            for transfer in leg.transfers() if name.startswith("transfer_") else ():
+                transfer.failed = transfer.done_ns is None
         self._fail(source, event, "nixl", name, self.text(event[4][1]), leg)
 
     def _hook_failed(self, source: Source, event: Event) -> None:
         self._fail(source, event, "hook", self.text(event[4][0]), self.text(event[4][1]), None)
 
     def _fail(self, source: Source, event: Event, kind: str, name: str, detail: str, leg: Leg | None) -> None:
-        self.failures.append(Failure(uid(source.ring_id, event[0]), event[2], source, kind, name, detail, leg))
+        self.failures.append(
+            Failure(uid(source.ring_id, event[0]), event[2], source, kind, name, detail, leg)
+        )
 
     def _sample(self, source: Source, event: Event) -> None:
         self.samples[source.ring_id] = (event[2], *event[4][:4])

@@ -34,23 +34,48 @@ WATERFALL_TYPE = (
 )
 
 REQUESTS = Table(
-    "requests", "One row per request: both legs, its steps, what came of it.", (
-        Column("id", "UBIGINT", "Names the request: hash of ring and number of its first leg's arrival event"),
+    "requests",
+    "One row per request: both legs, its steps, what came of it.",
+    (
+        Column(
+            "id", "UBIGINT", "Names the request: hash of ring and number of its first leg's arrival event"
+        ),
         Column("client_id", "VARCHAR", "The client's request id, parsed from vLLM's internal one"),
         Column("arrived_at_ns", "BIGINT", "Earliest arrival known: where TTFT starts"),
         Column("label", "VARCHAR", "Kind of traffic (KVSCOPE_LABEL of the engines); empty is production"),
         Column("model", "VARCHAR", "Model name as served"),
         Column("connector", "VARCHAR", "push, pull, bidirectional, or local where no KV was moved"),
-        Column("outcome", "VARCHAR", "finished, aborted, error, ignored, lost (engine gone), or incomplete (quiet)"),
-        Column("outcome_detail", "VARCHAR", "vLLM's failure type or status, the last known step of a lost request"),
-        Column("joined_by", "VARCHAR", "How the legs were joined: remote id, push match, transfer id, client id "
-               "(inferred), or why not: single leg, peer not instrumented, unjoined"),
+        Column(
+            "outcome",
+            "VARCHAR",
+            "finished, aborted, error, ignored, lost (engine gone), incomplete (quiet); never in flight",
+        ),
+        Column("outcome_detail", "VARCHAR", "vLLM's failure type or status; NULL when there was none"),
+        Column("current_step", "VARCHAR", "Step it is in, or was in when last seen; NULL when finished"),
+        Column(
+            "read_after_expiry",
+            "BOOLEAN",
+            "A completion came after the blocks were given back: the reader "
+            "may have used another request's KV",
+        ),
+        Column(
+            "joined_by",
+            "VARCHAR",
+            "How the legs were joined: remote id, push match, transfer id, client id "
+            "(inferred), or why not: single leg, peer not instrumented, unjoined",
+        ),
         Column("p_engine", "VARCHAR", "Engine id of the prefill leg"),
         Column("d_engine", "VARCHAR", "Engine id of the decode leg"),
         Column("p_request", "VARCHAR", "Internal request id on P"),
         Column("d_request", "VARCHAR", "Internal request id on D"),
-        Column("d_legs", "USMALLINT", "Decode legs (n>1 sampling); the row tells of the one with the first token"),
-        Column("session", "UBIGINT", "Id of the first request of the conversation, chained by KV reuse; else NULL"),
+        Column(
+            "d_legs", "USMALLINT", "Decode legs (n>1 sampling); the row tells of the one with the first token"
+        ),
+        Column(
+            "session",
+            "UBIGINT",
+            "Id of the first request of the conversation, chained by KV reuse; else NULL",
+        ),
         Column("turn", "USMALLINT", "Place in the session, from 1; else NULL"),
         Column("trace_id", "VARCHAR", "W3C trace id, where the request carried one"),
         Column("prompt_tokens", "BIGINT", "Prompt tokens"),
@@ -58,30 +83,61 @@ REQUESTS = Table(
         Column("p_cached_tokens", "BIGINT", "Prompt tokens P took from its own prefix cache"),
         Column("d_cached_tokens", "BIGINT", "Prompt tokens D took from its own prefix cache"),
         Column("transferred_tokens", "BIGINT", "Prompt tokens whose KV D received from P"),
-        Column("recomputed_tokens", "BIGINT", "Prompt tokens D computed although P had (failure or preemption)"),
-        Column("reuse_outcome", "VARCHAR", "Bidirectional, KV kept on D: pulled, below threshold, expired, "
-               "metadata missing, local hit, failed; NULL where none was offered"),
+        Column(
+            "recomputed_tokens", "BIGINT", "Prompt tokens D computed although P had (failure or preemption)"
+        ),
+        Column(
+            "reuse_outcome",
+            "VARCHAR",
+            "Bidirectional, KV kept on D: pulled, below threshold, expired, "
+            "metadata missing, local hit, failed; NULL where none was offered",
+        ),
         Column("reuse_offered_tokens", "BIGINT", "Tokens whose KV D had kept for this request"),
         Column("reuse_pulled_tokens", "BIGINT", "Tokens P read back from D"),
         Column("preemptions", "UINTEGER", "Preemptions on both legs"),
         Column("transfer_bytes", "BIGINT", "Bytes moved between P and D, all ranks"),
         Column("transfer_descriptors", "BIGINT", "Descriptors, all ranks, after merging"),
         Column("ttft_ns", "BIGINT", "Arrival to first token; the steps below add up to it exactly"),
-        *(Column(s.column, "BIGINT", f"{s.class_}: {s.doc}" + ("" if s.in_ttft else " (not in TTFT)")) for s in STEPS),
-        Column("lead_ns", "BIGINT", "Push: prefill finished minus registration held by P; negative is the wait "
-               "that a late registration cost. Pull: prefill finished minus D ready to read"),
-        Column("best_rate_bytes_per_s", "DOUBLE", "The pair's fastest rate known when wire and detect were split"),
+        *(
+            Column(s.column, "BIGINT", f"{s.class_}: {s.doc}" + ("" if s.in_ttft else " (not in TTFT)"))
+            for s in STEPS
+        ),
+        Column(
+            "lead_ns",
+            "BIGINT",
+            "Push: prefill finished minus registration held by P; negative is the wait "
+            "that a late registration cost. Pull: prefill finished minus D ready to read",
+        ),
+        Column(
+            "best_rate_bytes_per_s", "DOUBLE", "The pair's fastest rate known when wire and detect were split"
+        ),
         Column("wire_lower_ns", "BIGINT", "Transfer: least time on the wire that the polls allow"),
         Column("wire_upper_ns", "BIGINT", "Transfer: most time on the wire that the polls allow"),
-        Column("predicted_push_ttft_ns", "BIGINT", "Pulled request: TTFT had D been registered before prefill ended"),
-        Column("predicted_pull_ttft_ns", "BIGINT", "Pushed request: TTFT had D been asked after prefill ended"),
+        Column(
+            "predicted_push_ttft_ns",
+            "BIGINT",
+            "Pulled request: TTFT had D been registered before prefill ended",
+        ),
+        Column(
+            "predicted_pull_ttft_ns", "BIGINT", "Pushed request: TTFT had D been asked after prefill ended"
+        ),
         Column("clock_error_ns", "BIGINT", "Bound on the clock error between the two legs; 0 on one host"),
-        Column("clamped_ns", "BIGINT", "Time by which boundaries were out of order and were moved; 0 when none"),
-        Column("waterfall", WATERFALL_TYPE, "Every interval, overlapped ones too; from_ns counts from arrival"),
-    ), "id")
+        Column(
+            "clamped_ns", "BIGINT", "Time by which boundaries were out of order and were moved; 0 when none"
+        ),
+        Column(
+            "waterfall",
+            WATERFALL_TYPE,
+            "Every interval up to the first token, overlapped ones too; from_ns counts from arrival",
+        ),
+    ),
+    "id",
+)
 
 TRANSFERS = Table(
-    "transfers", "One row per NIXL transfer (a request has one per rank and direction).", (
+    "transfers",
+    "One row per NIXL transfer (a request has one per rank and direction).",
+    (
         Column("id", "UBIGINT", "Hash of ring and number of the transfer's first event"),
         Column("request_id", "UBIGINT", "requests.id"),
         Column("posted_at_ns", "BIGINT", "When the post call returned"),
@@ -97,24 +153,32 @@ TRANSFERS = Table(
         Column("telemetry_post_us", "BIGINT", "NIXL's own post duration"),
         Column("telemetry_xfer_us", "BIGINT", "NIXL's own transfer duration (ends at the poll)"),
         Column("state", "VARCHAR", "done, failed or open"),
-    ), "id")
+    ),
+    "id",
+)
 
 LEASES = Table(
-    "leases", "One row per lease: blocks kept for the peer after a leg's end, per rank.", (
+    "leases",
+    "One row per lease: blocks kept for the peer after a leg's end, per rank.",
+    (
         Column("id", "UBIGINT", "Hash of ring and number of the arming event"),
         Column("request_id", "UBIGINT", "requests.id; NULL when the request is not known"),
         Column("engine", "VARCHAR", "Engine that kept the blocks"),
         Column("rank", "UINTEGER", "Worker rank"),
-        Column("request", "VARCHAR", "Internal request id"),
+        Column("request", "VARCHAR", "Internal request id, where request_id is NULL"),
         Column("armed_at_ns", "BIGINT", "When it began"),
         Column("deadline_at_ns", "BIGINT", "Its last deadline"),
         Column("renewals", "UINTEGER", "Heartbeats that moved the deadline"),
         Column("ended_at_ns", "BIGINT", "When it ended; NULL when the engine was gone before"),
         Column("end", "VARCHAR", "released, expired, or lost (engine gone)"),
-    ), "id")
+    ),
+    "id",
+)
 
 HANDSHAKES = Table(
-    "handshakes", "One row per NIXL handshake.", (
+    "handshakes",
+    "One row per NIXL handshake.",
+    (
         Column("id", "UBIGINT", "Hash of ring and number of the event"),
         Column("engine", "VARCHAR", "Engine that asked"),
         Column("rank", "UINTEGER", "Worker rank"),
@@ -122,11 +186,17 @@ HANDSHAKES = Table(
         Column("started_at_ns", "BIGINT", "Start"),
         Column("ns", "BIGINT", "Duration"),
         Column("ok", "BOOLEAN", "Connected"),
-        Column("clock_offset_ns", "BIGINT", "Peer's clock minus ours as vLLM estimated it; NULL when it did not"),
-    ), "id")
+        Column(
+            "clock_offset_ns", "BIGINT", "Peer's clock minus ours as vLLM estimated it; NULL when it did not"
+        ),
+    ),
+    "id",
+)
 
 FAILURES = Table(
-    "failures", "Failures logged by vLLM's connector, hooks of kvscope that raised, recorders that stopped.", (
+    "failures",
+    "Failures logged by vLLM's connector, hooks of kvscope that raised, recorders that stopped.",
+    (
         Column("id", "UBIGINT", "Hash of ring and number of the event"),
         Column("at_ns", "BIGINT", "When"),
         Column("engine", "VARCHAR", "Engine"),
@@ -136,10 +206,14 @@ FAILURES = Table(
         Column("name", "VARCHAR", "vLLM's failure type, or the hook's name"),
         Column("detail", "VARCHAR", "The exception, or the peer"),
         Column("request_id", "UBIGINT", "requests.id; NULL when none"),
-    ), "id")
+    ),
+    "id",
+)
 
 ENGINES = Table(
-    "engines", "One row per ring: an engine process's identity, fingerprint, and how much of it was read.", (
+    "engines",
+    "One row per ring: an engine process's identity, fingerprint, and how much of it was read.",
+    (
         Column("id", "UBIGINT", "Hash of the ring id"),
         Column("ring", "VARCHAR", "Ring id"),
         Column("engine", "VARCHAR", "Engine id"),
@@ -157,9 +231,13 @@ ENGINES = Table(
         Column("lost", "UBIGINT", "Events overwritten before they were read, or torn"),
         Column("torn", "UBIGINT", "Of the lost: damaged slots"),
         Column("rejected", "UBIGINT", "Events read and not understood"),
-        Column("state", "VARCHAR", "recording, stopped (recorder gave up), ended (orderly), gone (process died)"),
+        Column(
+            "state", "VARCHAR", "recording, stopped (recorder gave up), ended (orderly), gone (process died)"
+        ),
         Column("state_detail", "VARCHAR", "Why it stopped"),
-    ), "id")
+    ),
+    "id",
+)
 
 TABLES = (REQUESTS, TRANSFERS, LEASES, HANDSHAKES, FAILURES, ENGINES)
 BY_NAME = {table.name: table for table in TABLES}

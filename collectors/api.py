@@ -1,0 +1,306 @@
+"""The daemon's HTTP API: read-only questions about what it holds.
+
+    GET  /healthz                     it answers
+    GET  /api/v1/status               rings, engines, losses, store
+    GET  /api/v1/requests             list: where= (repeatable), sort=, limit=, since=
+    GET  /api/v1/requests/{id}        one request, by any of its ids or the beginning of one
+    GET  /api/v1/queries              the named questions, documented
+    POST /api/v1/query                {"name": …} or {"sql": …}, {"parameters": {…}}; JSON, or an Arrow stream
+    POST /api/v1/snapshot             {"path": …}: a copy of the store that other programs may open
+
+Errors are JSON, `{"error": one line, "hint": what to do}`. All input is untrusted: bodies are bounded
+and validated, queries run in worker threads with limits on time, rows and bytes. A web page must not
+reach a daemon on loopback through its visitor's browser: the Host header has to be one of ours, an Origin
+too where there is one, and a POST has to be JSON, which a foreign page can't send without asking first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+import anyio
+import anyio.to_thread
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvscope import __version__, lookup, query
+from kvscope.errors import KvscopeError, UsageError
+from kvscope.text import printable
+
+if TYPE_CHECKING:
+    import duckdb
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 2 * query.MAX_SQL_BYTES
+MAX_ID_CHARACTERS = 1024
+THREADS = 4
+"""Questions answered at once."""
+MAX_WAITING = 32
+"""Questions that may wait for a thread; beyond it a caller is told to come again."""
+
+ARROW = "application/vnd.apache.arrow.stream"
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+
+T = TypeVar("T")
+
+
+class Daemon(Protocol):
+    """What the API needs of the daemon. All are called from worker threads."""
+
+    def status(self) -> dict[str, Any]: ...
+
+    def live(self) -> list[dict[str, Any]]:
+        """Rows of `requests` of those in flight."""
+
+    def cursor(self) -> duckdb.DuckDBPyConnection:
+        """A cursor of the store; the caller closes it."""
+
+    def snapshot(self, path: Path) -> None: ...
+
+
+class QueryBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of POST /api/v1/query: a name or SQL."""
+
+    name: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    sql: str = ""
+    parameters: dict[str, str | int | None] = {}
+
+
+class SnapshotBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of POST /api/v1/snapshot."""
+
+    path: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    """On the daemon's host: absolute, new, ending in .duckdb."""
+
+
+def allowed_hosts(address: str) -> frozenset[str] | None:
+    """Host names that requests to a daemon listening on `address` may carry; None for any."""
+    if address in LOOPBACK:
+        return LOOPBACK
+    return None if address in ("0.0.0.0", "::") else LOOPBACK | {address}
+
+
+def create_app(
+    daemon: Daemon,
+    limits: query.Limits = query.Limits(),  # noqa: B008 - immutable
+    hosts: Collection[str] | None = LOOPBACK,
+) -> Starlette:
+    """The API of `daemon`.
+
+    Args:
+        limits: of each query.
+        hosts: host names that a request may be addressed to, without port; None for any.
+    """
+    api = _Api(daemon, limits)
+    return Starlette(
+        routes=[
+            Route("/healthz", api.health),
+            Route("/api/v1/status", api.status),
+            Route("/api/v1/requests", api.requests),
+            Route("/api/v1/requests/{id:path}", api.request),
+            Route("/api/v1/queries", api.queries),
+            Route("/api/v1/query", api.query, methods=["POST"]),
+            Route("/api/v1/snapshot", api.snapshot, methods=["POST"]),
+        ],
+        middleware=[Middleware(_Guard, hosts=None if hosts is None else frozenset(hosts))],
+        exception_handlers={
+            KvscopeError: _known_error,
+            HTTPException: _http_error,
+            ClientDisconnect: _gone,
+        },
+    )
+
+
+class _Api:
+    def __init__(self, daemon: Daemon, limits: query.Limits) -> None:
+        self._daemon = daemon
+        self._limits = limits
+        self._threads = anyio.CapacityLimiter(THREADS)
+
+    async def health(self, request: Request) -> Response:
+        return _json({"ok": True, "kvscope": __version__})
+
+    async def status(self, request: Request) -> Response:
+        return await self._in_thread(lambda: _json(self._daemon.status()))
+
+    async def requests(self, request: Request) -> Response:
+        parameters: dict[str, Any] = {k: v for k, v in request.query_params.items() if k != "where"}
+        parameters["where"] = request.query_params.getlist("where")
+        listing = _valid(lambda: msgspec.convert(parameters, lookup.Listing, strict=False))
+
+        def answer() -> Response:
+            # Those in flight first: one that is stored in between is seen twice and shown once, not missed.
+            live = self._daemon.live()
+            with contextlib.closing(self._daemon.cursor()) as cursor:
+                found = lookup.list_requests(cursor, live, listing, self._limits.seconds)
+            return _json({"requests": found})
+
+        return await self._in_thread(answer)
+
+    async def request(self, request: Request) -> Response:
+        text = request.path_params["id"]
+        if not 1 <= len(text) <= MAX_ID_CHARACTERS:
+            raise UsageError(f"an id has 1 to {MAX_ID_CHARACTERS} characters")
+
+        def answer() -> Response:
+            live = self._daemon.live()
+            with contextlib.closing(self._daemon.cursor()) as cursor:
+                return _json(lookup.look_up(cursor, live, text, self._limits.seconds))
+
+        return await self._in_thread(answer)
+
+    async def queries(self, request: Request) -> Response:
+        return _json(
+            {
+                "queries": [
+                    {
+                        "name": one.name,
+                        "title": one.title,
+                        "description": one.description,
+                        "parameters": {name: query.PARAMETERS[name] for name in one.parameters},
+                        "columns": one.columns,
+                        "sql": one.sql,
+                    }
+                    for one in query.questions().values()
+                ]
+            }
+        )
+
+    async def query(self, request: Request) -> Response:
+        body = await _body(request, QueryBody)
+        if bool(body.name) == bool(body.sql):
+            raise UsageError("give either a name or sql")
+        arrow = ARROW in request.headers.get("accept", "")
+
+        def answer() -> Response:
+            sql = query.checked(body.name, body.parameters).sql if body.name else body.sql
+            with contextlib.closing(self._daemon.cursor()) as cursor:
+                if arrow:
+                    return _arrow(*query.run_arrow(cursor, sql, body.parameters, self._limits))
+                return _json(query.result_json(query.run_sql(cursor, sql, body.parameters, self._limits)))
+
+        return await self._in_thread(answer)
+
+    async def snapshot(self, request: Request) -> Response:
+        path = Path((await _body(request, SnapshotBody)).path)
+        if not path.is_absolute() or path.suffix != ".duckdb" or "\0" in str(path):
+            raise UsageError("a snapshot needs an absolute path that ends in .duckdb")
+
+        def answer() -> Response:
+            self._daemon.snapshot(path)
+            return _json({"path": str(path)})
+
+        return await self._in_thread(answer)
+
+    async def _in_thread(self, work: Callable[[], Response]) -> Response:
+        if self._threads.statistics().tasks_waiting >= MAX_WAITING:
+            raise HTTPException(503, "the daemon is busy with other questions; ask again in a moment")
+        try:
+            return await anyio.to_thread.run_sync(work, limiter=self._threads)
+        except KvscopeError:
+            raise
+        except Exception as error:
+            logger.exception("a question could not be answered")
+            raise HTTPException(500, f"a fault in the daemon ({type(error).__name__}); see its log") from None
+
+
+class _Guard:
+    """Turns away what did not mean to come here (DNS rebinding, requests from foreign web pages)."""
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str] | None) -> None:
+        self._app = app
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._hosts is not None:
+            request = Request(scope)
+            host = _host_name("//" + request.headers.get("host", ""))
+            origin = request.headers.get("origin")
+            if host not in self._hosts or (origin is not None and _host_name(origin) not in self._hosts):
+                refused = _error(
+                    403, "this daemon does not answer under that host name; use 127.0.0.1 or localhost"
+                )
+                await refused(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _host_name(url: str) -> str:
+    try:
+        return (urlsplit(url).hostname or "").lower()
+    except ValueError:
+        return ""
+
+
+async def _body(request: Request, type_: type[T]) -> T:
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise HTTPException(415, "send the body as JSON; set Content-Type: application/json")
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES // 1024} KiB; send less")
+    return _valid(lambda: msgspec.json.decode(bytes(body), type=type_))
+
+
+def _valid(make: Callable[[], T]) -> T:
+    try:
+        return make()
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"not a valid request: {printable(error)[:300]}") from None
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return _response(msgspec.json.encode(value, enc_hook=str), "application/json", status)
+
+
+def _arrow(table: Any, truncated: bool) -> Response:
+    import pyarrow
+
+    sink = io.BytesIO()
+    with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    response = _response(sink.getvalue(), ARROW)
+    response.headers["x-kvscope-truncated"] = "true" if truncated else "false"
+    return response
+
+
+def _response(content: bytes, media_type: str, status: int = 200) -> Response:
+    headers = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+    return Response(content, status, headers, media_type)
+
+
+def _error(status: int, line: str, **more: object) -> Response:
+    error, _, hint = line.partition("; ")
+    return _json({"error": error, "hint": hint, **more}, status)
+
+
+async def _known_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, lookup.Ambiguous):
+        return _error(300, str(error), matches=error.matches)
+    if isinstance(error, lookup.NotFound):
+        return _error(404, str(error))
+    return _error(400 if isinstance(error, (UsageError, query.QueryError)) else 503, str(error))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    line = "no such page; the API is under /api/v1/" if error.status_code == 404 else error.detail
+    return _error(error.status_code, line)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return _error(400, "the body ended early")

@@ -1,0 +1,282 @@
+"""The daemon: rings → pipeline → store, in one collecting thread, and what it tells about itself."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+from kvscope import __version__
+from kvscope.collectors.pipeline import Pipeline
+from kvscope.collectors.rings import Rings, Tail
+from kvscope.collectors.store import Row, Rows, Store
+from kvscope.errors import KvscopeError
+from kvscope.join import SETTLE_NS
+from kvscope.ring import Event
+from kvscope.schema import ENGINES, FAILURES, REQUESTS
+from kvscope.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+SCAN_INTERVAL_S = 1.0
+"""How often the directory is looked at, and positions in the rings are stored."""
+TAKE_INTERVAL_S = 0.1
+"""The store commits no more often."""
+IDLE_MIN_S, IDLE_MAX_S = 0.005, 0.1
+BUSY_SLOTS = 1024
+"""A pass that moved this much is followed by the next at once."""
+
+
+class Collector:
+    """One step of collecting at a time; for a thread that repeats it, or a command that runs it to its end.
+
+    Not thread-safe but for `lock`: hold it to look at `rings` and `pipeline` from another thread.
+    """
+
+    def __init__(self, rings: Rings, store: Store) -> None:
+        self.rings = rings
+        self.store = store
+        self.pipeline = Pipeline(store.has_request)
+        self.lock = threading.Lock()
+        self.faults = 0
+        """Events that the pipeline could not take."""
+        self._next_scan = self._next_take = 0.0
+        self._stored_rows: dict[int, Row] = {}
+        self._gone: dict[int, int | None] = {}
+        """Drained rings by id: the ticket of their last rows, None while requests of theirs are open."""
+
+    def step(self) -> int:
+        """Read what is new and hand over what is done; returns about how many events were read."""
+        now = time.monotonic()
+        rows: Rows = {}
+        scan = now >= self._next_scan
+        with self.lock:
+            if scan:
+                self._next_scan = now + SCAN_INTERVAL_S
+                self.scan()
+            moved = self._read()
+            if now >= self._next_take:
+                self._next_take = now + TAKE_INTERVAL_S
+                rows = self.pipeline.take_rows(time.monotonic_ns())
+            if scan:
+                self._add_ring_rows(rows)
+            # Under the lock, so that a request is always among the live, the pending or the stored.
+            ticket = self.store.put(rows)
+        if scan:
+            with self.lock:
+                self._let_go(ticket)
+        return moved
+
+    def scan(self) -> None:
+        """Take up new rings."""
+        for tail in self.rings.scan():
+            self.pipeline.add_ring(tail.reader)
+
+    def finish(self, everything: bool = False) -> int:
+        """Read to the end and hand over what is complete, without waiting for stragglers: a next daemon
+        knows them for such. With `everything`, what is not complete too.
+
+        Returns:
+            The store's ticket of the last rows.
+        """
+        with self.lock:
+            self.scan()
+            while self._read() >= (1 if everything else BUSY_SLOTS):
+                pass
+            if everything:
+                for tail in self.rings.tails.values():
+                    if tail.drained:
+                        self.pipeline.ring_gone(tail.reader, time.monotonic_ns())
+            rows = self.pipeline.take_rows(time.monotonic_ns() + SETTLE_NS, everything)
+            self._add_ring_rows(rows)
+        return self.store.put(rows)
+
+    def _read(self) -> int:
+        moved = 0
+        for tail, events in self.rings.poll():
+            moved += max(1, len(events))
+            try:
+                self.pipeline.feed(tail.reader, events, time.monotonic_ns())
+            except Exception:
+                # Rings are untrusted: one event that can't be understood must cost no other.
+                for event in events:
+                    self._feed_one(tail, event)
+        return moved
+
+    def _feed_one(self, tail: Tail, event: Event) -> None:
+        try:
+            self.pipeline.feed(tail.reader, [event], time.monotonic_ns())
+        except Exception as error:
+            if not self.faults:
+                logger.error(
+                    "%s: event %d can't be understood (%s: %s); such are counted and left out",
+                    tail.reader.path,
+                    event.seq,
+                    type(error).__name__,
+                    error,
+                )
+            self.faults += 1
+
+    def _add_ring_rows(self, rows: Rows) -> None:
+        """Add what changed about the rings themselves: positions, states, recorders that gave up."""
+        for tail in self.rings.tails.values():
+            row = tail.row(*self.rings.state(tail))
+            if self._stored_rows.get(tail.id) != row:
+                self._stored_rows[tail.id] = row
+                rows.setdefault(ENGINES.name, []).append(row)
+            failure = tail.failure_row(time.time_ns())
+            if failure is not None:
+                rows.setdefault(FAILURES.name, []).append(failure)
+
+    def _let_go(self, ticket: int) -> None:
+        """Delete drained rings once all that came of them is on disk."""
+        for tail in [t for t in self.rings.tails.values() if t.drained]:
+            if tail.id not in self._gone:
+                self.pipeline.ring_gone(tail.reader, time.monotonic_ns())
+                self._gone[tail.id] = None
+            elif self._gone[tail.id] is None:
+                if not self._is_open(tail):
+                    self._gone[tail.id] = ticket
+            elif self.store.committed() >= (self._gone[tail.id] or 0):
+                self.pipeline.ring_forgotten(tail.reader)
+                self.rings.remove(tail)
+                del self._gone[tail.id], self._stored_rows[tail.id]
+
+    def _is_open(self, tail: Tail) -> bool:
+        """Whether a request in memory needs this ring, should the daemon be killed."""
+        last_ns = tail.last_event_ns - tail.reader.wall_ns + tail.reader.mono_ns
+        return any(
+            leg.engine == tail.engine and (leg.arrived_ns is None or leg.arrived_ns <= last_ns)
+            for request in self.pipeline.joiner.live()
+            for leg in request.legs()
+        )
+
+
+class Daemon:
+    """Collects in a thread of its own until it is stopped.
+
+    Raises:
+        StoreError: the store can't be opened.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._store = Store(settings.store, settings.store_memory_mb, settings.retention_hours)
+        self._collector = Collector(Rings(settings.dir, self._store), self._store)
+        self._started = time.monotonic()
+        self._stopping = threading.Event()
+        self._error = ""
+        self._thread = threading.Thread(target=self._run, name="kvscope-collect", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, deadline_s: float = 10.0) -> bool:
+        """Read on to the end, write what is complete, close.
+
+        Returns:
+            Whether all was written in time; what was not is still in the rings.
+        """
+        end = time.monotonic() + deadline_s
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join(deadline_s / 2)
+        ended = not self._thread.is_alive()
+        return self._store.close(max(0.5, end - time.monotonic())) and ended
+
+    def _run(self) -> None:
+        pause_s = IDLE_MIN_S
+        while not self._stopping.is_set():
+            if not self._store.wait_for_room(0.2):
+                continue  # the rings buffer
+            moved = self._attempt(self._collector.step)
+            pause_s = IDLE_MIN_S if moved else min(2 * pause_s, IDLE_MAX_S)
+            if moved < BUSY_SLOTS:
+                self._stopping.wait(pause_s)
+        self._attempt(self._collector.finish)
+        self._collector.rings.close()
+
+    def _attempt(self, step: Any) -> int:
+        """One step, however it ends: the daemon goes on."""
+        try:
+            moved: int = step() or 0
+        except (KvscopeError, duckdb.Error, OSError) as error:
+            self._report(str(error).splitlines()[0])
+            self._stopping.wait(IDLE_MAX_S)
+            return 0
+        except Exception as error:
+            self._report(f"collecting failed: {type(error).__name__}: {' '.join(str(error).split())}")
+            logger.debug("where it failed", exc_info=True)
+            self._stopping.wait(IDLE_MAX_S)
+            return 0
+        self._error = ""
+        return moved
+
+    def _report(self, error: str) -> None:
+        if error != self._error:
+            logger.error("%s", error)
+        self._error = error
+
+    # --- what it tells, from any thread ---
+
+    def status(self) -> dict[str, Any]:
+        """How it does: store, rings, losses, files it could not read, the pipeline's counters."""
+        collector, rings = self._collector, self._collector.rings
+        with collector.lock:
+            ring_list = [self._ring(tail) for tail in rings.tails.values()]
+            unreadable = [{"path": str(path), "reason": why} for path, why in sorted(rings.refused.items())]
+            counters = collector.pipeline.counters()
+        return {
+            "version": __version__,
+            "uptime_s": round(time.monotonic() - self._started, 3),
+            "dir": str(rings.directory),
+            "problems": [text for text in (rings.problem, self._store.error, self._error) if text],
+            "rings": ring_list,
+            "unreadable": unreadable,
+            "store": self._store.status(),
+            "pipeline": {**counters, "faults": collector.faults},
+        }
+
+    def live(self) -> list[dict[str, Any]]:
+        """Requests that are not in the store (yet), as rows of the table `requests`, oldest first."""
+        with self._collector.lock:
+            rows = self._collector.pipeline.live_rows() + self._store.pending(REQUESTS.name)
+        names = [column.name for column in REQUESTS.columns]
+        return [dict(zip(names, row, strict=True)) for row in rows]
+
+    def cursor(self) -> duckdb.DuckDBPyConnection:
+        """A cursor on the store for one thread; close it. It reaches no files and no settings."""
+        return self._store.cursor()
+
+    def snapshot(self, path: Path) -> None:
+        """Write a consistent copy of the store to a new file."""
+        self._store.snapshot(path)
+
+    def _ring(self, tail: Tail) -> dict[str, Any]:
+        about = tail.reader.about
+        state, detail = self._collector.rings.state(tail)
+        return {
+            "ring": str(tail.reader.ring_id),
+            "file": tail.reader.path.name,
+            "engine": tail.engine,
+            "source": about.source,
+            "rank": about.rank,
+            "host": about.host,
+            "pid": tail.reader.pid,
+            "label": about.label,
+            "kvscope": about.kvscope,
+            "state": state,
+            "state_detail": detail,
+            "read": tail.read,
+            "lost": tail.lost,
+            "torn": tail.torn,
+            "rejected": tail.rejected,
+            "slots": tail.reader.slots,
+            "last_event_at_ns": tail.last_event_ns or None,
+            "hooks_missing": about.hooks_missing,
+            "fingerprint": about.fingerprint,
+        }

@@ -1,0 +1,557 @@
+"""The store: one DuckDB file, one writer thread, a bounded queue before it.
+
+Rows are put by the collecting thread and committed by the writer thread, all tables of a batch in one
+transaction, at most ten times a second. A batch that can't be written (disk full, say) is kept and tried
+again until it can; meanwhile the queue fills, the collecting thread stops reading, and the rings buffer.
+
+A row is stored once: its id is compared with those that may come again (`expect_again`), kept in memory.
+DuckDB locks the file for this process, so readers ask it for a `cursor()` or a `snapshot()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import duckdb
+import pyarrow as pa
+
+from kvscope import __version__, schema
+from kvscope.errors import KvscopeError
+from kvscope.schema import ENGINES, REQUESTS, TABLES
+
+logger = logging.getLogger(__name__)
+
+Row = tuple[Any, ...]
+Rows = dict[str, list[Row]]
+"""Rows by table name, columns in the order of the schema."""
+
+QUEUE_ROWS = 32768
+"""Rows that may wait. At 10,000 rows a second this is 3 s: longer than any commit was seen to take."""
+BATCH_ROWS = 16384
+"""Rows of one transaction, about."""
+COMMIT_INTERVAL_S = 0.1
+RETRY_S = 1.0
+KNOWN_IDS = 262144
+"""Ids per table that are remembered after they were stored; those of `expect_again` come on top."""
+AGAIN_SLACK_NS = 600 * 10**9
+"""How much older than its last event in a ring a row may be dated: clocks, leases, late notifications."""
+RETENTION_INTERVAL_S = 600.0
+CHECKPOINT_AT = "64MB"
+"""Of write-ahead log: a crash costs at most about a second at the next start."""
+
+UNENDED_NS = 3600 * 10**9
+"""How long a request whose end was not observed may have gone on."""
+
+_META = "CREATE TABLE meta (key VARCHAR, value VARCHAR)"
+_TIME_COLUMN = {t.name: next(c.name for c in t.columns if c.name.endswith("at_ns")) for t in TABLES}
+_ENGINE_UPDATES = ("next_seq", "read", "lost", "torn", "rejected", "state", "state_detail")
+_COLUMN = {column.name: i for i, column in enumerate(REQUESTS.columns)}
+_LEGS = (
+    (_COLUMN["p_engine"], _COLUMN["p_request"]),
+    (_COLUMN["d_engine"], _COLUMN["d_request"]),
+)
+
+
+class StoreError(KvscopeError):
+    """The store can't be opened, read or written; the text names the file and says what to do."""
+
+
+class Position(NamedTuple):
+    """How much of a ring an earlier daemon had read when it last committed."""
+
+    next_seq: int
+    read: int
+    lost: int
+    torn: int
+    rejected: int
+
+
+class Store:
+    """Writes rows of `schema.TABLES` to one DuckDB file.
+
+    `put`, `wait_for_room`, `expect_again` and `has_request` belong to one collecting thread; the rest may
+    be called from any.
+
+    Args:
+        path: made when missing, with its directory.
+        memory_mb: for DuckDB, queries of readers included.
+        retention_hours: older rows are deleted; 0 keeps all.
+
+    Raises:
+        StoreError: another process has it, it is of another version or no store, or can't be made.
+    """
+
+    def __init__(self, path: Path, memory_mb: int = 512, retention_hours: float = 0.0) -> None:
+        self.path = path
+        self._memory_mb = memory_mb
+        self._retention_ns = int(retention_hours * 3600e9)
+        self._readers: weakref.WeakSet[duckdb.DuckDBPyConnection] = weakref.WeakSet()
+        self._readers_lock = threading.Lock()
+        self._database: duckdb.DuckDBPyConnection | None = self._open()
+        self._writer = self._database.cursor()
+        self._arrow = {
+            t.name: self._writer.sql(f"FROM {t.name} LIMIT 0").to_arrow_table().schema for t in TABLES
+        }
+        self._positions = self._read_positions()
+        self._known: dict[str, dict[int, None]] = {t.name: {} for t in TABLES}
+        self._known_legs: dict[int, int] = {}
+        """Hash of (engine, internal request id) -> when the request ended (Unix ns) if an earlier daemon
+        stored it, else 0."""
+        self._known_limit = KNOWN_IDS
+        self._expected_since: dict[str, int] = {}
+
+        self._changed = threading.Condition()
+        # Guarded by _changed.
+        self._queue: deque[tuple[int, Rows, int]] = deque()
+        self._queued_rows = 0
+        self._tickets = 0
+        self._committed = 0
+        self._closing = False
+
+        # Written by the writer thread alone.
+        self.error = ""
+        """Why nothing can be written now; empty when it can."""
+        self.rows_stored = 0
+        self.rows_refused = 0
+        """Rows whose values don't fit their columns."""
+        self._commit_s: deque[float] = deque(maxlen=100)
+        self._next_commit = self._next_retention = 0.0
+
+        self._thread = threading.Thread(target=self._run, name="kvscope-store", daemon=True)
+        self._thread.start()
+
+    # --- the collecting thread ---
+
+    def put(self, rows: Mapping[str, Sequence[Row]]) -> int:
+        """Queue rows, those already stored dropped. Never waits: ask `wait_for_room` before.
+
+        Returns:
+            A ticket: the rows are on disk once `committed()` has reached it.
+        """
+        new: Rows = {}
+        count = 0
+        for name, table_rows in rows.items():
+            fresh = list(table_rows) if name == ENGINES.name else self._unknown(name, table_rows)
+            if fresh:
+                new[name] = fresh
+                count += len(fresh)
+        with self._changed:
+            if new:
+                self._tickets += 1
+                self._queue.append((self._tickets, new, count))
+                self._queued_rows += count
+                self._changed.notify_all()
+            return self._tickets
+
+    def pending(self, table: str) -> list[Row]:
+        """Rows of a table that were put and are not committed yet."""
+        with self._changed:
+            return [row for _, queued, _ in self._queue for row in queued.get(table, ())]
+
+    def wait_for_room(self, timeout_s: float) -> bool:
+        """Wait until the queue is below its limit; False when it is not in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._queued_rows < QUEUE_ROWS, timeout_s)
+
+    def expect_again(self, engine: str, since_ns: int) -> None:
+        """Rings of `engine` with events from `since_ns` (Unix) on are read again: what was stored of them
+        must not be stored twice.
+
+        Raises:
+            StoreError: the store can't be read.
+        """
+        since_ns -= AGAIN_SLACK_NS
+        if self._expected_since.get(engine, since_ns + 1) <= since_ns:
+            return
+        try:
+            with self.cursor() as cursor:
+                self._load_known(cursor, engine, since_ns)
+        except duckdb.Error as error:
+            raise StoreError(_explain(self.path, error)) from None
+        self._expected_since[engine] = since_ns
+
+    def has_request(self, engine: str, request: str) -> bool:
+        """Whether a row with this leg (internal request id) is stored or queued, as far back as matters."""
+        return hash((engine, request)) in self._known_legs
+
+    def position(self, ring: str) -> Position | None:
+        """How far an earlier daemon read this ring; None when none did."""
+        return self._positions.get(ring)
+
+    # --- any thread ---
+
+    def committed(self) -> int:
+        """The ticket up to which all rows are on disk."""
+        with self._changed:
+            return self._committed
+
+    def wait_committed(self, ticket: int, timeout_s: float) -> bool:
+        """Wait until the rows of `ticket` are on disk."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._committed >= ticket, timeout_s)
+
+    def cursor(self) -> duckdb.DuckDBPyConnection:
+        """A cursor for one reading thread; close it after use. It can't reach files or change settings.
+
+        Raises:
+            StoreError: the store is closed.
+        """
+        with self._readers_lock:
+            if self._database is None:
+                raise StoreError(f"{self.path}: the store is closed")
+            cursor = self._database.cursor()
+            self._readers.add(cursor)
+            return cursor
+
+    def snapshot(self, path: Path) -> None:
+        """Write a consistent copy that any process may open.
+
+        Raises:
+            StoreError: `path` exists or can't be written.
+        """
+        if path.exists():
+            raise StoreError(f"{path}: exists; name a new file for the snapshot")
+        draft = path.with_name(path.name + ".part")
+        try:
+            with self.cursor() as source, duckdb.connect(str(draft)) as target:
+                source.begin()
+                for table in TABLES:
+                    target.execute(schema.create_sql(table))
+                target.execute(_META)
+                for name in ("meta", *(t.name for t in TABLES)):
+                    target.register("rows", source.sql(f"FROM {name}").to_arrow_reader())
+                    target.execute(f"INSERT INTO {name} SELECT * FROM rows")
+                    target.unregister("rows")
+            draft.rename(path)
+        except (duckdb.Error, OSError) as error:
+            raise StoreError(_explain(path, error)) from None
+        finally:
+            draft.unlink(missing_ok=True)
+            draft.with_name(draft.name + ".wal").unlink(missing_ok=True)
+
+    def status(self) -> dict[str, Any]:
+        with self._changed:
+            queued = self._queued_rows
+        times = sorted(self._commit_s)
+        size = 0
+        for path in (self.path, Path(f"{self.path}.wal")):
+            with contextlib.suppress(OSError):
+                size += path.stat().st_size
+        return {
+            "path": str(self.path),
+            "bytes": size,
+            "rows_stored": self.rows_stored,
+            "rows_refused": self.rows_refused,
+            "rows_queued": queued,
+            "queue_limit": QUEUE_ROWS,
+            "commit_ms_p50": round(times[len(times) // 2] * 1e3, 3) if times else None,
+            "commit_ms_max": round(times[-1] * 1e3, 3) if times else None,
+            "error": self.error,
+        }
+
+    def close(self, deadline_s: float = 10.0) -> bool:
+        """Write what is queued, give up after the deadline, and close the file.
+
+        Returns:
+            Whether everything put is on disk.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(deadline_s)
+        if self._thread.is_alive():
+            self._writer.interrupt()
+            self._thread.join(1.0)
+        self._close_database()
+        with self._changed:
+            return not self._queue
+
+    # --- opening ---
+
+    def _open(self) -> duckdb.DuckDBPyConnection:
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            database = duckdb.connect(
+                str(self.path),
+                config={
+                    "memory_limit": f"{self._memory_mb}MB",
+                    "wal_autocheckpoint": CHECKPOINT_AT,
+                    # The SQL of readers runs in this process: it must not reach other files.
+                    "enable_external_access": "false",
+                    "lock_configuration": "true",
+                },
+            )
+        except (duckdb.Error, OSError) as error:
+            raise StoreError(_explain(self.path, error)) from None
+        try:
+            self._check_version(database)
+        except BaseException as error:
+            database.close()
+            if isinstance(error, duckdb.Error):
+                raise StoreError(_explain(self.path, error)) from None
+            raise
+        return database
+
+    def _check_version(self, database: duckdb.DuckDBPyConnection) -> None:
+        tables = {name for (name,) in database.execute("SELECT table_name FROM duckdb_tables()").fetchall()}
+        if not tables:
+            database.begin()
+            for table in TABLES:
+                database.execute(schema.create_sql(table))
+            database.execute(_META)
+            database.execute(
+                "INSERT INTO meta VALUES ('schema_version', ?), ('made_by', ?)",
+                [str(schema.VERSION), f"kvscope {__version__}"],
+            )
+            database.commit()
+            return
+        if "meta" not in tables:
+            raise StoreError(f"{self.path}: a DuckDB file, but no kvscope store; name another with --store")
+        found = dict(database.execute("SELECT key, value FROM meta").fetchall())
+        if found.get("schema_version") != str(schema.VERSION):
+            raise StoreError(
+                f"{self.path}: store version {found.get('schema_version')} (made by {found.get('made_by')}), "
+                f"kvscope {__version__} writes version {schema.VERSION}; name another file with --store"
+            )
+
+    def _read_positions(self) -> dict[str, Position]:
+        query = "FROM engines SELECT ring, next_seq, read, lost, torn, rejected"
+        rows = self._writer.execute(query).fetchall()
+        return {ring: Position(*numbers) for ring, *numbers in rows}
+
+    def _close_database(self) -> None:
+        with self._readers_lock:
+            database, self._database = self._database, None
+            # An instance lives as long as one cursor of it.
+            for reader in list(self._readers):
+                with contextlib.suppress(duckdb.Error):  # closed by its reader
+                    reader.interrupt()
+                reader.close()
+            self._readers.clear()
+        with contextlib.suppress(duckdb.Error):
+            self._writer.close()
+        if database is not None:
+            with contextlib.suppress(duckdb.Error):
+                database.close()
+
+    # --- what is known ---
+
+    def _load_known(self, cursor: duckdb.DuckDBPyConnection, engine: str, since_ns: int) -> None:
+        for table in TABLES:
+            if table is ENGINES:
+                continue
+            if table is REQUESTS:
+                stored = cursor.execute(
+                    "WITH ended AS (FROM requests SELECT id, p_engine, p_request, d_engine, d_request,"
+                    f" arrived_at_ns + coalesce(ttft_ns + decode_generate_ns, {UNENDED_NS}) AS at_ns)"
+                    " FROM ended WHERE ? IN (p_engine, d_engine) AND at_ns >= ?",
+                    [engine, since_ns],
+                ).fetchall()
+                for _, p_engine, p_request, d_engine, d_request, ended_at_ns in stored:
+                    self._known_legs[hash((p_engine, p_request))] = ended_at_ns
+                    self._known_legs[hash((d_engine, d_request))] = ended_at_ns
+            else:
+                column = _TIME_COLUMN[table.name]
+                stored = cursor.execute(
+                    f"SELECT id FROM {table.name} WHERE engine = ? AND coalesce({column} >= ?, true)",
+                    [engine, since_ns],
+                ).fetchall()
+            self._known[table.name].update((row[0], None) for row in stored)
+            self._known_limit = max(self._known_limit, KNOWN_IDS + len(self._known[table.name]))
+
+    def _unknown(self, name: str, rows: Sequence[Row]) -> list[Row]:
+        known = self._known[name]
+        fresh = []
+        for row in rows:
+            if row[0] not in known:
+                known[row[0]] = None
+                fresh.append(row)
+        if name == REQUESTS.name:
+            fresh = [row for row in fresh if not self._is_rest(row)]
+            _forget_oldest(self._known_legs, 2 * self._known_limit)
+        _forget_oldest(known, self._known_limit)
+        return fresh
+
+    def _is_rest(self, row: Row) -> bool:
+        """Whether the row tells what is left in the rings of a request that an earlier daemon stored whole:
+        its id is another when the leg that came first is overwritten by now."""
+        legs = [hash((row[e], row[r])) for e, r in _LEGS if row[e] is not None]
+        if any(row[_COLUMN["arrived_at_ns"]] < self._known_legs.get(leg, 0) for leg in legs):
+            return True
+        self._known_legs.update(dict.fromkeys(legs, 0))
+        return False
+
+    # --- the writer thread ---
+
+    def _run(self) -> None:
+        while (batch := self._next_batch()) is not None:
+            ticket, rows, count = batch
+            if rows and not self._write(rows):
+                return  # closing, and it can't be written: the rings have it still
+            with self._changed:
+                while self._queue and self._queue[0][0] <= ticket:
+                    self._queue.popleft()
+                self._queued_rows -= count
+                self._committed = max(self._committed, ticket)
+                self._changed.notify_all()
+            self._apply_retention()
+
+    def _next_batch(self) -> tuple[int, Rows, int] | None:
+        """What to commit next, in one transaction; empty when only housekeeping is due; None to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closing, RETENTION_INTERVAL_S)
+            pause = self._next_commit - time.monotonic()
+            if pause > 0:
+                self._changed.wait_for(lambda: self._closing, pause)
+            if not self._queue:
+                return None if self._closing else (0, {}, 0)
+            rows: Rows = {}
+            count = last = 0
+            for ticket, queued, queued_count in self._queue:
+                if count and count + queued_count > BATCH_ROWS:
+                    break
+                for name, table_rows in queued.items():
+                    rows.setdefault(name, []).extend(table_rows)
+                count += queued_count
+                last = ticket
+            return last, rows, count
+
+    def _write(self, rows: Rows) -> bool:
+        """Commit, however many tries it takes; False when closing came first."""
+        tables = {name: table for name, r in rows.items() if (table := self._to_arrow(name, r)).num_rows}
+        again = False
+        while True:
+            began = time.monotonic()
+            self._next_commit = began + COMMIT_INTERVAL_S
+            try:
+                self._commit(tables, again)
+            except (duckdb.Error, OSError, StoreError) as error:
+                self._failed(_explain(self.path, error))
+                with self._changed:
+                    if self._changed.wait_for(lambda: self._closing, RETRY_S):
+                        return False
+                self._mend()
+                again = True
+                continue
+            self._commit_s.append(time.monotonic() - began)
+            self.rows_stored += sum(t.num_rows for t in tables.values())
+            if self.error:
+                logger.warning("%s: writing again", self.path)
+                self.error = ""
+            return True
+
+    def _commit(self, tables: dict[str, pa.Table], again: bool) -> None:
+        # A commit whose checkpoint fails raises too, although its rows may be in the log.
+        new = " ANTI JOIN {name} USING (id)" if again else ""
+        writer = self._writer
+        writer.begin()
+        try:
+            for name, batch in tables.items():
+                writer.register("batch", batch)
+                if name == ENGINES.name:
+                    changes = ", ".join(f"{column} = batch.{column}" for column in _ENGINE_UPDATES)
+                    writer.execute(f"UPDATE engines SET {changes} FROM batch WHERE engines.id = batch.id")
+                    writer.execute("INSERT INTO engines FROM batch ANTI JOIN engines USING (id)")
+                else:
+                    writer.execute(f"INSERT INTO {name} FROM batch" + new.format(name=name))
+                writer.unregister("batch")
+            writer.commit()
+        except BaseException:
+            with contextlib.suppress(duckdb.Error):
+                writer.rollback()
+            raise
+
+    def _failed(self, reason: str) -> None:
+        if reason != self.error:
+            logger.error("%s", reason)
+        self.error = reason
+
+    def _mend(self) -> None:
+        """Open the file anew when DuckDB has given up on it."""
+        try:
+            self._writer.execute("SELECT 1").fetchall()
+        except duckdb.Error:
+            self._close_database()
+            try:
+                database = self._open()
+            except StoreError as error:
+                self._failed(str(error))
+                return
+            self._writer = database.cursor()
+            with self._readers_lock:
+                self._database = database
+
+    def _apply_retention(self) -> None:
+        now = time.monotonic()
+        if not self._retention_ns or now < self._next_retention:
+            return
+        self._next_retention = now + RETENTION_INTERVAL_S
+        before_ns = time.time_ns() - self._retention_ns
+        try:
+            for table in TABLES:
+                if table is not ENGINES:
+                    old = f"{_TIME_COLUMN[table.name]} < {before_ns}"
+                    self._writer.execute(f"DELETE FROM {table.name} WHERE {old}")
+        except duckdb.Error as error:
+            logger.warning("old rows not deleted: %s", _explain(self.path, error))
+
+    def _to_arrow(self, name: str, rows: list[Row]) -> pa.Table:
+        if name == ENGINES.name:
+            rows = list({row[0]: row for row in rows}.values())
+        try:
+            return _arrow_table(self._arrow[name], rows)
+        except (pa.ArrowException, OverflowError, ValueError, TypeError):
+            # Rings are untrusted: one value that fits no column must not hold up the rest.
+            good = [row for row in rows if _fits(self._arrow[name], row)]
+            if self.rows_refused == 0:
+                logger.error("table %s: a value fits no column; such rows are counted and dropped", name)
+            self.rows_refused += len(rows) - len(good)
+            return _arrow_table(self._arrow[name], good)
+
+
+def _arrow_table(arrow_schema: pa.Schema, rows: list[Row]) -> pa.Table:
+    columns = zip(*rows, strict=True) if rows else [()] * len(arrow_schema)
+    arrays = [pa.array(c, f.type) for f, c in zip(arrow_schema, columns, strict=True)]
+    return pa.Table.from_arrays(arrays, schema=arrow_schema)
+
+
+def _fits(arrow_schema: pa.Schema, row: Row) -> bool:
+    try:
+        _arrow_table(arrow_schema, [row])
+    except (pa.ArrowException, OverflowError, ValueError, TypeError):
+        return False
+    return True
+
+
+def _forget_oldest(known: dict[int, Any], limit: int) -> None:
+    for _ in range(len(known) - limit):
+        del known[next(iter(known))]
+
+
+def _explain(path: Path, error: Exception) -> str:
+    """One line for what went wrong with `path`, with what to do where that is known."""
+    if isinstance(error, StoreError):
+        return str(error)
+    text = " ".join(str(error).split("\n\n")[0].split())
+    holder = re.search(r"\(PID (\d+)\)", text)
+    if "Could not set lock" in text:
+        who = f"process {holder[1]}" if holder else "another process"
+        return f"{path}: {who} has this store open; stop it, or name another file with --store"
+    if isinstance(error, OSError):
+        return f"{error.filename or path}: {error.strerror or error}"
+    for sign in ("No space left", "File too large", "Disk quota exceeded"):
+        if sign in text:
+            return f"{path}: the disk is full ({sign.lower()}); free some space"
+    for sign in ("Permission denied", "Read-only file system", "Operation not permitted"):
+        if sign in text:
+            return f"{path}: can't be written ({sign.lower()}); name another with --store"
+    return f"{path}: {text}"
