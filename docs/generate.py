@@ -1,7 +1,7 @@
 """Writes the reference pages in this folder from the code, so that they can't say anything else.
 
-    python docs/generate.py            write them
-    python docs/generate.py --check    exit 1 and name those that are stale
+python docs/generate.py            write them
+python docs/generate.py --check    exit 1 and name those that are stale
 """
 
 from __future__ import annotations
@@ -169,7 +169,8 @@ def ring_page() -> str:
         table(("Constant", "Value", "Meaning"), ((code(name), value, doc) for name, value, doc in constants)),
         "## Header",
         layout(
-            ring._HEADER.format + ring._CRC.format.removeprefix("<"), 0,
+            ring._HEADER.format + ring._CRC.format.removeprefix("<"),
+            0,
             ("magic", "says that this is a ring"),
             ("version", "of the events and of this layout; a reader refuses any but its own"),
             ("slot_bytes", "size of a slot"),
@@ -185,7 +186,8 @@ def ring_page() -> str:
         table(("Key", "Meaning"), about),
         "## State",
         layout(
-            ring._STATE.format, ring.STATE_OFFSET,
+            ring._STATE.format,
+            ring.STATE_OFFSET,
             ("state", f"{ring.RECORDING} recording, {ring.STOPPED} stopped for good"),
             ("crc32", "of the reason; a state whose checksum doesn't hold is not believed"),
             ("reason", "UTF-8, filled up with zeros"),

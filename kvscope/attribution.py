@@ -90,8 +90,14 @@ class _Load(NamedTuple):
 
 
 _PULL = _Load(
-    _S["transfer.dispatch"], _S["registration.handshake"], _S["transfer.post"], _S["transfer.wire"],
-    _S["readiness.detect"], _S["readiness.report"], _S["readiness.promote"], _S["readiness.admit"],
+    _S["transfer.dispatch"],
+    _S["registration.handshake"],
+    _S["transfer.post"],
+    _S["transfer.wire"],
+    _S["readiness.detect"],
+    _S["readiness.report"],
+    _S["readiness.promote"],
+    _S["readiness.admit"],
 )
 _REUSE = _Load(*(_S[f"prefill.reuse_{name}"] for name in _Load._fields))
 
@@ -192,8 +198,15 @@ class _Builder:
             marks.append(Mark(_S["registration.route"], None))
         breakdown = self._finish(marks, [], d, lead)
         if breakdown.ttft_ns is not None and d is not None and d.allocated_ns is not None:
-            saved = ("registration.route", "registration.admit", "registration.blocks", "registration.handshake")
-            breakdown.predicted_push_ttft_ns = breakdown.ttft_ns - sum(breakdown.totals.get(n, 0) for n in saved)
+            saved = (
+                "registration.route",
+                "registration.admit",
+                "registration.blocks",
+                "registration.handshake",
+            )
+            breakdown.predicted_push_ttft_ns = breakdown.ttft_ns - sum(
+                breakdown.totals.get(n, 0) for n in saved
+            )
         return breakdown
 
     def push(self, p: Leg, d: Leg) -> Breakdown:
@@ -206,7 +219,9 @@ class _Builder:
         if registered is not None and p.finished_ns is not None:
             lead = p.finished_ns - registered
         # Where one end was not observed, what must lie before or behind it may still tell which came last.
-        armed = min((s.lease_armed_ns for s in p.ranks.values() if s.lease_armed_ns is not None), default=None)
+        armed = min(
+            (s.lease_armed_ns for s in p.ranks.values() if s.lease_armed_ns is not None), default=None
+        )
         finished_by = p.finished_ns if p.finished_ns is not None else armed
         registered_after = registered if registered is not None else self._registered_after(d)
         late = finished_by is not None and registered_after is not None and registered_after > finished_by
@@ -230,7 +245,7 @@ class _Builder:
         return self.on_d(_latest(d.arrived_ns, d.considered_ns, d.allocated_ns, *sent))
 
     def _predict_pull(self, breakdown: Breakdown, p: Leg, d: Leg, registered: int | None) -> None:
-        """D asked after prefill: its own frontend, queue and blocks come after P's end instead of beside it."""
+        """D asked after prefill: its frontend, queue and blocks come after P's end instead of beside it."""
         if breakdown.ttft_ns is None or p.finished_ns is None or d.allocated_ns is None or registered is None:
             return
         start = d.arrival_ns if d.arrival_ns is not None else d.arrived_ns
@@ -238,7 +253,12 @@ class _Builder:
             return
         matched = max(p.finished_ns, registered)
         breakdown.predicted_pull_ttft_ns = (
-            p.finished_ns - self.t0 + d.allocated_ns - start + breakdown.ttft_ns - (matched - self.t0)
+            p.finished_ns
+            - self.t0
+            + d.allocated_ns
+            - start
+            + breakdown.ttft_ns
+            - (matched - self.t0)
             - breakdown.totals.get("readiness.signal", 0)
         )
 
@@ -259,8 +279,7 @@ class _Builder:
         return marks
 
     def _local_compute(self, leg: Leg) -> list[Mark]:
-        marks = self._runs(leg, _S["prefill.compute"], _S["prefill.queue"], self.shift, end=leg.first_token_ns)
-        return marks
+        return self._runs(leg, _S["prefill.compute"], _S["prefill.queue"], self.shift, end=leg.first_token_ns)
 
     def _runs(self, leg: Leg, run: Step, wait: Step, shift: int, end: int | None) -> list[Mark]:
         """Alternating runs and waits of a leg that may have been preempted, from its first scheduling on."""
@@ -298,11 +317,14 @@ class _Builder:
         if not self._loads(d):
             return []
         pushed = any(s.registration_sent_ns or s.registration_received_ns for s in d.ranks.values())
-        if pushed or (d.ranks and not any(True for _ in d.transfers()) and any(s.notified_ns for s in d.ranks.values())):
+        if pushed or (
+            d.ranks and not any(True for _ in d.transfers()) and any(s.notified_ns for s in d.ranks.values())
+        ):
             # Push without P's events: what lies between is P's business.
             notified = _latest(*(s.notified_ns for s in d.ranks.values()))
             return [
-                Mark(_S["registration.notify"], None), Mark(_S["readiness.signal"], self.on_d(notified)),
+                Mark(_S["registration.notify"], None),
+                Mark(_S["readiness.signal"], self.on_d(notified)),
                 *self._reported(d, _PULL, self.shift),
             ]
         return self._read(d, _PULL, self.shift)
@@ -333,7 +355,11 @@ class _Builder:
             if transfer.done_ns is None:
                 marks[-1] = Mark(names.detect, _plus(seen, shift), POLL)
         elif seen is None or not side.load_failed:
-            marks += [Mark(names.post, None), Mark(names.wire, None), Mark(names.detect, _plus(seen, shift), POLL)]
+            marks += [
+                Mark(names.post, None),
+                Mark(names.wire, None),
+                Mark(names.detect, _plus(seen, shift), POLL),
+            ]
         else:
             marks += [Mark(names.detect, _plus(seen, shift), POLL)]
         return marks + self._reported(leg, names, shift)
@@ -399,14 +425,14 @@ class _Builder:
         if side.handshake_waited_ns is not None:
             marks += [
                 Mark(_S["registration.notify"], self.on_d(side.handshake_waited_ns)),
-                Mark(_S["registration.handshake"], self.on_d(_handshake_end(side, side.registration_sent_ns))),
+                Mark(
+                    _S["registration.handshake"], self.on_d(_handshake_end(side, side.registration_sent_ns))
+                ),
             ]
         marks.append(Mark(_S["registration.notify"], registered, crosses=True))
         return marks
 
-    def _write(
-        self, side: RankSide, transfer: Transfer | None, d: Leg, p: Leg, known: bool
-    ) -> list[Mark]:
+    def _write(self, side: RankSide, transfer: Transfer | None, d: Leg, p: Leg, known: bool) -> list[Mark]:
         """A WRITE by P, from both sides being ready to D's scheduler knowing."""
         d_side = max(d.ranks.values(), key=lambda s: s.notified_ns or 0, default=RankSide())
         notified = self.on_d(d_side.notified_ns)
@@ -424,8 +450,11 @@ class _Builder:
         if transfer is not None:
             marks += self._moved(p.engine, transfer, _PULL, 0, True, notified)
         else:
-            marks += [Mark(_S["transfer.post"], None), Mark(_S["transfer.wire"], None),
-                      Mark(_S["readiness.detect"], None)]
+            marks += [
+                Mark(_S["transfer.post"], None),
+                Mark(_S["transfer.wire"], None),
+                Mark(_S["readiness.detect"], None),
+            ]
         marks.append(Mark(_S["readiness.signal"], notified, crosses=True))
         return marks + self._reported(d, _PULL, self.shift)
 
@@ -443,8 +472,13 @@ class _Builder:
         critical, current = self._intervals(self.t0, marks, True, first_token)
         beside, _ = self._intervals(self.t0, overlapped, False, first_token)
         breakdown = Breakdown(
-            self.t0, None if first_token is None else first_token - self.t0, critical, beside,
-            current=None if first_token is not None else current, lead_ns=lead, clamped_ns=self.clamped,
+            self.t0,
+            None if first_token is None else first_token - self.t0,
+            critical,
+            beside,
+            current=None if first_token is not None else current,
+            lead_ns=lead,
+            clamped_ns=self.clamped,
         )
         if first_token is not None and d is not None and d.finished_ns is not None:
             start = self.t0 + (breakdown.ttft_ns or 0)
@@ -500,12 +534,13 @@ def wire_bounds(transfer: Transfer) -> tuple[int | None, int | None]:
 def _last_writer(p: Leg) -> tuple[RankSide, Transfer | None]:
     """The rank whose WRITE was done last, and that WRITE."""
     best: tuple[RankSide, Transfer | None] = (
-        max(p.ranks.values(), key=lambda s: s.matched_ns or 0, default=RankSide()), None
+        max(p.ranks.values(), key=lambda s: s.matched_ns or 0, default=RankSide()),
+        None,
     )
     latest = -1
     for side in p.ranks.values():
         for transfer in side.transfers.values():
-            if transfer.write is not False and side.matched_ns is not None or transfer.write:
+            if (transfer.write is not False and side.matched_ns is not None) or transfer.write:
                 end = _transfer_end(transfer)
                 if end > latest:
                     best, latest = (side, transfer), end
@@ -525,8 +560,18 @@ def _first_known(leg: Leg) -> int | None:
     """Arrival, or the first thing seen where the arrival was not."""
     if leg.arrival_ns is not None:
         return min(leg.arrival_ns, leg.arrived_ns or leg.arrival_ns)
-    known = [t for t in (leg.considered_ns, leg.allocated_ns, *leg.scheduled_ns, leg.first_token_ns,
-                         leg.load_reported_ns, leg.finished_ns) if t is not None]
+    known = [
+        t
+        for t in (
+            leg.considered_ns,
+            leg.allocated_ns,
+            *leg.scheduled_ns,
+            leg.first_token_ns,
+            leg.load_reported_ns,
+            leg.finished_ns,
+        )
+        if t is not None
+    ]
     return min(known, default=None)
 
 
@@ -554,4 +599,3 @@ def _latest(*times: int | None) -> int | None:
 
 def _plus(t_ns: int | None, shift: int) -> int | None:
     return None if t_ns is None else t_ns + shift
-

@@ -153,7 +153,10 @@ class RingWriter:
     """
 
     def __init__(
-        self, directory: Path, about: About, slots: int = DEFAULT_SLOTS,
+        self,
+        directory: Path,
+        about: About,
+        slots: int = DEFAULT_SLOTS,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         if not MIN_SLOTS <= slots <= MAX_SLOTS:
@@ -179,8 +182,15 @@ class RingWriter:
             _reserve(self._fd, size, directory)
             self._map = mapped = mmap.mmap(self._fd, size)
             fixed = _HEADER.pack(
-                MAGIC, events.VERSION, SLOT_BYTES, slots, self.ring_id.bytes, os.getpid(), len(about_json),
-                time.time_ns(), time.monotonic_ns(),
+                MAGIC,
+                events.VERSION,
+                SLOT_BYTES,
+                slots,
+                self.ring_id.bytes,
+                os.getpid(),
+                len(about_json),
+                time.time_ns(),
+                time.monotonic_ns(),
             )
             self._map[: len(fixed)] = fixed
             _CRC.pack_into(self._map, len(fixed), zlib.crc32(about_json, zlib.crc32(fixed)))

@@ -37,10 +37,22 @@ class Step(NamedTuple):
 
 _DEFINITIONS = (
     ("prefill.frontend", COORDINATION, "arrival in P's API server → P's scheduler has the request"),
-    ("prefill.queue", CAPACITY, "P's scheduler has it → head of the queue: behind other requests; "
-     "after a preemption, until scheduled again"),
-    ("prefill.blocks", CAPACITY, "head of P's queue → scheduled (or reuse blocks allocated): no free KV blocks"),
-    ("prefill.reuse_dispatch", COORDINATION, "P's blocks for the reused KV allocated → worker posts the READ from D"),
+    (
+        "prefill.queue",
+        CAPACITY,
+        "P's scheduler has it → head of the queue: behind other requests; "
+        "after a preemption, until scheduled again",
+    ),
+    (
+        "prefill.blocks",
+        CAPACITY,
+        "head of P's queue → scheduled (or reuse blocks allocated): no free KV blocks",
+    ),
+    (
+        "prefill.reuse_dispatch",
+        COORDINATION,
+        "P's blocks for the reused KV allocated → worker posts the READ from D",
+    ),
     ("prefill.reuse_handshake", COORDINATION, "felt wait for the handshake with D before the READ"),
     ("prefill.reuse_post", TRANSFER, "submitting the READ's descriptors"),
     ("prefill.reuse_wire", TRANSFER, "READ posted → done"),
@@ -48,13 +60,25 @@ _DEFINITIONS = (
     ("prefill.reuse_report", COORDINATION, "P's worker saw it → P's scheduler knows"),
     ("prefill.reuse_promote", COORDINATION, "P's scheduler knows → its next pass"),
     ("prefill.reuse_admit", CAPACITY, "that pass did not schedule the request → prefill starts"),
-    ("prefill.compute", COMPUTE, "first scheduled → prefill finished on P (or first token, where no P took part)"),
-    ("registration.route", COORDINATION, "hand-over through router, HTTP and D's frontend → D's scheduler has it"),
+    (
+        "prefill.compute",
+        COMPUTE,
+        "first scheduled → prefill finished on P (or first token, where no P took part)",
+    ),
+    (
+        "registration.route",
+        COORDINATION,
+        "hand-over through router, HTTP and D's frontend → D's scheduler has it",
+    ),
     ("registration.admit", CAPACITY, "D's scheduler has it → head of the queue: behind other requests"),
     ("registration.blocks", CAPACITY, "head of D's queue → destination blocks allocated: no free KV blocks"),
     ("registration.handshake", COORDINATION, "felt wait for a NIXL handshake, incl. behind another engine's"),
     ("registration.notify", COORDINATION, "push: blocks allocated → P's writer holds the registration"),
-    ("transfer.dispatch", COORDINATION, "both sides ready → worker posts the READ/WRITE (step boundary, wake-up)"),
+    (
+        "transfer.dispatch",
+        COORDINATION,
+        "both sides ready → worker posts the READ/WRITE (step boundary, wake-up)",
+    ),
     ("transfer.post", TRANSFER, "submitting descriptors to the backend"),
     ("transfer.wire", TRANSFER, "posted → done, as far as polls and this pair's best rate tell"),
     ("readiness.detect", COORDINATION, "earliest possible done → the initiator's poll saw it"),

@@ -1,0 +1,28 @@
+"""Have the daemon write a consistent copy of its store to a new file, on the daemon's host, which any program
+may open (the store itself is locked while a daemon runs).
+
+examples:
+  kvscope snapshot before-upgrade.duckdb
+  kvscope query ttft --db before-upgrade.duckdb
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from kvscope.client import Daemon
+from kvscope.commands import add_source_arguments, daemon_url
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE", help="a new file, ending in .duckdb")
+    add_source_arguments(parser, db=False)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    daemon = Daemon(daemon_url(arguments))
+    path = arguments.file.absolute()
+    daemon.snapshot(path)
+    print(path)
+    return 0

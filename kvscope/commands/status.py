@@ -1,0 +1,135 @@
+"""Show what the daemon reads and how well: engines and their versions, events lost, hooks missing, files it
+can't read, the store. What is wrong comes first. Exit code 0 when all is well, 1 when something is lost,
+missing or broken, 3 when no daemon answers.
+
+examples:
+  kvscope status
+  kvscope status --json
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kvscope.client import Daemon
+from kvscope.commands import add_source_arguments, daemon_url, print_json
+from kvscope.text import printable, size, span, table, utc
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="as the daemon tells it")
+    add_source_arguments(parser, db=False)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    status = Daemon(daemon_url(arguments)).status()
+    wrong = list(problems(status))
+    if arguments.json:
+        print_json(status)
+    else:
+        print(status_text(status, wrong))
+    return 1 if wrong else 0
+
+
+def problems(status: Mapping[str, Any]) -> Iterator[str]:
+    """What is lost, missing or broken, one line each, the gravest first."""
+    for problem in status["problems"]:
+        yield printable(problem)
+    rings: Sequence[Mapping[str, Any]] = status["rings"]
+    if not rings:
+        yield (
+            f"no engine records into {printable(status['dir'])}: is KVSCOPE_DIR the same there, and the "
+            "connector instrumented (kv_connector_module_path)?"
+        )
+    for ring in rings:
+        name = f"{printable(ring['engine'])} {ring['source']} {ring['rank']}"
+        if ring["state"] == "stopped":
+            yield f"RECORDER STOPPED in {name}: {printable(ring['state_detail']) or 'reason not known'}"
+        if ring["state"] == "gone":
+            yield f"ENGINE GONE: {name} (pid {ring['pid']}) ended without saying so"
+        if ring["lost"]:
+            share = 100 * ring["lost"] / (ring["lost"] + ring["read"])
+            yield f"LOST {ring['lost']} events ({share:.2g} %, {ring['torn']} of them torn) of {name}"
+        if ring["rejected"]:
+            yield f"NOT UNDERSTOOD: {ring['rejected']} events of {name}; use one kvscope version everywhere"
+    hooks = sorted({(hook, _version(ring, "vllm")) for ring in rings for hook in ring["hooks_missing"]})
+    for hook, vllm in hooks:
+        where = f"vLLM {vllm}" if vllm else "that engine's vLLM"
+        yield f"HOOK MISSING: {printable(hook)}, which {where} lacks; its steps are unknown"
+    for file in status["unreadable"]:
+        yield f"UNREADABLE: {printable(file['reason'] if file['path'] in file['reason'] else _joined(file))}"
+    if refused := status["store"]["rows_refused"]:
+        yield f"NOT STORED: {refused} rows whose values do not fit their columns"
+    if faults := status["pipeline"]["faults"]:
+        yield f"NOT JOINED: {faults} batches of events that kvscope stumbled over; see the daemon's log"
+
+
+def status_text(status: Mapping[str, Any], wrong: Sequence[str]) -> str:
+    """All of it for people."""
+    store, pipeline = status["store"], status["pipeline"]
+    lines = [f"kvscope {printable(status['version'])}, up {span(int(status['uptime_s'] * 1e9))}", ""]
+    if wrong:
+        lines += [f"  ! {line}" for line in wrong] + [""]
+    else:
+        lines += ["all well: nothing lost, no hook missing, every file read", ""]
+    if status["rings"]:
+        lines += [_rings(status["rings"]), ""]
+    counts = ", ".join(f"{value} {printable(key).replace('_', ' ')}" for key, value in pipeline.items())
+    lines += [
+        f"rings     {printable(status['dir'])}",
+        f"store     {printable(store['path'])}, {size(store['bytes'])}, "
+        f"{store['rows_stored']} rows stored since start, "
+        f"{store['rows_queued']} of {store['queue_limit']} waiting",
+        f"pipeline  {counts}",
+    ]
+    return "\n".join(lines)
+
+
+def _rings(rings: Sequence[Mapping[str, Any]]) -> str:
+    return table(
+        (
+            "engine",
+            "source",
+            "rank",
+            "host",
+            "pid",
+            "state",
+            "events",
+            "lost",
+            "last event (UTC)",
+            "versions",
+            "label",
+        ),
+        (
+            (
+                r["engine"],
+                r["source"],
+                r["rank"],
+                r["host"],
+                r["pid"],
+                r["state"],
+                r["read"],
+                r["lost"],
+                utc(r["last_event_at_ns"]),
+                _versions(r),
+                r["label"],
+            )
+            for r in sorted(rings, key=lambda r: (r["engine"], r["source"], r["rank"], r["ring"]))
+        ),
+        max_width=48,
+    )
+
+
+def _versions(ring: Mapping[str, Any]) -> str:
+    found = {"kvscope": ring["kvscope"], "vllm": _version(ring, "vllm"), "nixl": _version(ring, "nixl")}
+    return ", ".join(f"{name} {version}" for name, version in found.items() if version)
+
+
+def _version(ring: Mapping[str, Any], name: str) -> str:
+    return printable((ring["fingerprint"] or {}).get(name))
+
+
+def _joined(file: Mapping[str, str]) -> str:
+    return f"{file['path']}: {file['reason']}"

@@ -1,0 +1,54 @@
+-- title: Reuse of KV kept on D (bidirectional)
+-- description: What became of the KV that D had kept for a later turn, and whether reading it back paid:
+--   net_benefit_ms is the prefill saved, at P's own median cost per computed token, minus the wait added.
+-- parameters: since, label
+-- column label: Kind of traffic; empty is production
+-- column reuse_outcome: pulled, below threshold, expired, metadata missing, local hit or failed
+-- column p_engine: Prefill engine
+-- column requests: Requests for which KV was offered
+-- column offered_tokens: Tokens that D had kept for them
+-- column pulled_tokens: Tokens that P read back
+-- column skipped_tokens: Tokens offered and not read back
+-- column p50_ttft_ms: Median TTFT, ms
+-- column mean_wait_added_ms: Mean time in the prefill.reuse_* steps, ms
+-- column us_per_token: P's median prefill cost per computed token, us
+-- column mean_net_benefit_ms: Mean of prefill saved minus wait added, ms; NULL where nothing was pulled
+WITH cost AS (
+    SELECT
+        p_engine,
+        quantile_cont(
+            prefill_compute_ns
+            / (prompt_tokens - coalesce(p_cached_tokens, 0) - coalesce(reuse_pulled_tokens, 0)), 0.5
+        ) AS ns_per_token
+    FROM requests
+    WHERE
+        arrived_at_ns >= $since
+        AND prefill_compute_ns > 0
+        AND prompt_tokens - coalesce(p_cached_tokens, 0) - coalesce(reuse_pulled_tokens, 0) > 0
+    GROUP BY p_engine
+), added AS (
+    SELECT id, sum(ns) AS ns FROM request_steps WHERE step LIKE 'prefill.reuse_%' AND arrived_at_ns >= $since GROUP BY id
+)
+SELECT
+    r.label,
+    r.reuse_outcome,
+    r.p_engine,
+    count(*) AS requests,
+    sum(r.reuse_offered_tokens)::BIGINT AS offered_tokens,
+    coalesce(sum(r.reuse_pulled_tokens), 0)::BIGINT AS pulled_tokens,
+    sum(r.reuse_offered_tokens - coalesce(r.reuse_pulled_tokens, 0))::BIGINT AS skipped_tokens,
+    round(quantile_cont(r.ttft_ns, 0.5) / 1e6, 3) AS p50_ttft_ms,
+    round(avg(coalesce(a.ns, 0)) / 1e6, 3) AS mean_wait_added_ms,
+    round(any_value(c.ns_per_token) / 1e3, 3) AS us_per_token,
+    round(
+        avg(r.reuse_pulled_tokens * c.ns_per_token - coalesce(a.ns, 0)) FILTER (r.reuse_pulled_tokens > 0) / 1e6, 3
+    ) AS mean_net_benefit_ms
+FROM requests AS r
+LEFT JOIN cost AS c ON c.p_engine = r.p_engine
+LEFT JOIN added AS a ON a.id = r.id
+WHERE
+    r.arrived_at_ns >= $since
+    AND ($label::VARCHAR IS NULL OR r.label = $label)
+    AND r.reuse_outcome IS NOT NULL
+GROUP BY r.label, r.reuse_outcome, r.p_engine
+ORDER BY r.label, requests DESC, r.reuse_outcome, r.p_engine
