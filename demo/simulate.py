@@ -8,7 +8,7 @@ Whatever is made of these events is called simulated where it is shown.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,7 +69,13 @@ class SimulatedEngine:
         self.scheduler, self.worker = (
             SimulatedRing(
                 About(
-                    engine, source, 0, label, host=f"host-{boot}", boot_id=boot, kvscope="simulated",
+                    engine,
+                    source,
+                    0,
+                    label,
+                    host=f"host-{boot}",
+                    boot_id=boot,
+                    kvscope="simulated",
                     fingerprint=fingerprint,
                 ),
                 text_key(f"{engine}/{source}").to_bytes(16, "little"),
@@ -120,18 +126,38 @@ class Simulation:
     # --- parts -----------------------------------------------------------------------------------
 
     def _arrive(
-        self, engine: SimulatedEngine, request: str, at: int, flags: int, tokens: int, peer: str = "",
-        peer_request: str = "", offered: int = ev.UNKNOWN,
+        self,
+        engine: SimulatedEngine,
+        request: str,
+        at: int,
+        flags: int,
+        tokens: int,
+        peer: str = "",
+        peer_request: str = "",
+        offered: int = ev.UNKNOWN,
     ) -> tuple[int, int]:
         """Frontend and scheduler take the request; returns when, and the frontend's duration."""
         frontend = self._ms(0.5, 3)
         engine.scheduler.add(
-            at + frontend, ev.REQUEST_ARRIVED, request, engine.scheduler.at(at), flags, tokens, peer,
-            peer_request, offered, 0, 0, 0, 64,
+            at + frontend,
+            ev.REQUEST_ARRIVED,
+            request,
+            engine.scheduler.at(at),
+            flags,
+            tokens,
+            peer,
+            peer_request,
+            offered,
+            0,
+            0,
+            0,
+            64,
         )
         return at + frontend, frontend
 
-    def _prefill(self, request: str, at: int, tokens: int, steps: dict[str, int], flags: int, **peer: object) -> int:
+    def _prefill(
+        self, request: str, at: int, tokens: int, steps: dict[str, int], flags: int, **peer: object
+    ) -> int:
         ring = self.p.scheduler
         t, steps["prefill.frontend"] = self._arrive(self.p, request, at, flags, tokens, **peer)  # type: ignore[arg-type]
         steps["prefill.queue"] = self._ms(0, 20)
@@ -147,7 +173,20 @@ class Simulation:
         ring.add(t + 1000, ev.PREFILL_CHUNK, request, tokens, tokens, 1)
         steps["prefill.compute"] = self._ms(20, 120)
         t += steps["prefill.compute"]
-        ring.add(t, ev.REQUEST_FINISHED, request, "FINISHED_LENGTH_CAPPED", tokens, 1, tokens, 0, 0, 0, 1, tokens // 16)
+        ring.add(
+            t,
+            ev.REQUEST_FINISHED,
+            request,
+            "FINISHED_LENGTH_CAPPED",
+            tokens,
+            1,
+            tokens,
+            0,
+            0,
+            0,
+            1,
+            tokens // 16,
+        )
         self.p.worker.add(t + 200_000, ev.LEASE_ARMED, request, self.p.worker.at(t + 30_000 * MS))
         return t
 
@@ -162,8 +201,15 @@ class Simulation:
         return t
 
     def _move(
-        self, engine: SimulatedEngine, request: str, t: int, write: bool, peer: str, tokens: int,
-        steps: dict[str, int], prefix: tuple[str, str, str],
+        self,
+        engine: SimulatedEngine,
+        request: str,
+        t: int,
+        write: bool,
+        peer: str,
+        tokens: int,
+        steps: dict[str, int],
+        prefix: tuple[str, str, str],
     ) -> int:
         """Post, wire, detect; returns when the poll saw it done. The wire is always at the full rate."""
         post, wire, detect = prefix
@@ -179,8 +225,17 @@ class Simulation:
         seen = wire_end + steps[detect]
         last_poll = max(posted, wire_end - self._ms(0, 5))
         ring.add(
-            seen, ev.TRANSFER_DONE, request, number, ring.at(last_poll), ring.at(seen), ring.at(t),
-            (posted - t) // 1000, (seen - t) // 1000, size, 4,
+            seen,
+            ev.TRANSFER_DONE,
+            request,
+            number,
+            ring.at(last_poll),
+            ring.at(seen),
+            ring.at(t),
+            (posted - t) // 1000,
+            (seen - t) // 1000,
+            size,
+            4,
         )
         return seen
 
@@ -206,8 +261,18 @@ class Simulation:
         end = first + outputs * self._ms(5, 10)
         lease = int(self.mode == "bidirectional")
         ring.add(
-            end, ev.REQUEST_FINISHED, request, "FINISHED_LENGTH_CAPPED", tokens, outputs, tokens + outputs, 0,
-            tokens, 0, lease, tokens // 16 + 4,
+            end,
+            ev.REQUEST_FINISHED,
+            request,
+            "FINISHED_LENGTH_CAPPED",
+            tokens,
+            outputs,
+            tokens + outputs,
+            0,
+            tokens,
+            0,
+            lease,
+            tokens // 16 + 4,
         )
         if lease:
             self.d.worker.add(end + MS, ev.LEASE_ARMED, request, self.d.worker.at(end + 480_000 * MS))
@@ -254,8 +319,14 @@ class Simulation:
         return Truth(name, self.mode, first - at, steps, end_ns=end, d_request=d_request)
 
     def _handshake(
-        self, engine: SimulatedEngine, request: str, t: int, peer: str, steps: dict[str, int],
-        peer_request: str, tokens: int,
+        self,
+        engine: SimulatedEngine,
+        request: str,
+        t: int,
+        peer: str,
+        steps: dict[str, int],
+        peer_request: str,
+        tokens: int,
     ) -> int:
         ring = engine.worker
         ring.add(t, ev.HANDSHAKE_WAITED, request, peer)
@@ -299,7 +370,17 @@ class Simulation:
         steps["prefill.compute"] = self._ms(10, 60)
         t += steps["prefill.compute"]
         self.p.scheduler.add(
-            t, ev.REQUEST_FINISHED, p_request, "FINISHED_LENGTH_CAPPED", tokens, 1, tokens, 0, tokens // 2, 0, 1,
+            t,
+            ev.REQUEST_FINISHED,
+            p_request,
+            "FINISHED_LENGTH_CAPPED",
+            tokens,
+            1,
+            tokens,
+            0,
+            tokens // 2,
+            0,
+            1,
             tokens // 16,
         )
         self.p.worker.add(t + 200_000, ev.LEASE_ARMED, p_request, self.p.worker.at(t + 30_000 * MS))
@@ -313,18 +394,19 @@ class Simulation:
         finished = self._prefill(p_request, at, tokens, prefill, ev.FLAG_REMOTE_DECODE)
         registration: dict[str, int] = {}
         sent = finished + self._ms(1, 5) if sequential else at + self._ms(0.1, 1)
-        t, _ = self._arrive(self.d, d_request, sent, ev.FLAG_REMOTE_PREFILL, tokens, self.p.engine, f"{name}-unknown")
+        t, _ = self._arrive(
+            self.d, d_request, sent, ev.FLAG_REMOTE_PREFILL, tokens, self.p.engine, f"{name}-unknown"
+        )
         registration["registration.route"] = t - (finished if sequential else at)
         t = self._admit(d_request, t, tokens, registration)
-        self.d.worker.add(t + 50_000, ev.LOAD_STARTED, d_request, self.p.engine, f"{name}-unknown", tokens // 16)
+        self.d.worker.add(
+            t + 50_000, ev.LOAD_STARTED, d_request, self.p.engine, f"{name}-unknown", tokens // 16
+        )
         self.d.worker.add(t + 80_000, ev.REGISTRATION_SENT, d_request, self.p.engine)
         registration["registration.notify"] = self._ms(0.2, 40)
         registered = t + registration["registration.notify"]
         self.p.worker.add(registered, ev.REGISTRATION_RECEIVED, d_request, self.d.engine)
-        if sequential:
-            steps = prefill | registration
-        else:
-            steps = registration if registered > finished else prefill
+        steps = prefill | registration if sequential else registration if registered > finished else prefill
         t = max(finished, registered)
         steps = dict(steps)
         steps["transfer.dispatch"] = self._ms(0.1, 50)
@@ -362,16 +444,59 @@ class Simulation:
         return Truth(name, "local", first - at, steps, end_ns=end, d_request=request)
 
 
-def write_rings(simulations: list[Simulation], directory: Path) -> Iterator[RingWriter]:
-    """Write simulated events into real ring files, in order of time; yields the writers, still open."""
-    for simulation in simulations:
-        for ring in simulation.rings():
-            now = [0]
-            slots = 1 << max(6, (2 * len(ring.events) + 64).bit_length())
-            writer = RingWriter(directory, ring.about, slots, clock=lambda now=now: now[0])  # type: ignore[misc]
+class RecordedEngine:
+    """The ring files of a simulated engine."""
+
+    def __init__(self, engine: SimulatedEngine, directory: Path, slots: int) -> None:
+        self._now_ns = 0
+        self._rings = (engine.scheduler, engine.worker)
+        self.scheduler, self.worker = (
+            RingWriter(directory, ring.about, slots, clock=lambda: self._now_ns) for ring in self._rings
+        )
+
+    def write(self) -> int:
+        """Write what was simulated since, in order of time; returns how many events that were."""
+        written = 0
+        for ring, writer in zip(self._rings, (self.scheduler, self.worker), strict=True):
             for event in sorted(ring.events, key=lambda e: e.t_ns):
-                now[0] = event.t_ns
+                self._now_ns = event.t_ns
                 for number in (event.key, *event.args):
                     writer.text(ring.texts.get(number))
                 writer.record(event.kind, event.key, *event.args)
-            yield writer
+            written += len(ring.events)
+            ring.events.clear()
+            ring.texts.clear()
+        return written
+
+    def close(self) -> None:
+        self.scheduler.close()
+        self.worker.close()
+
+
+class Fleet:
+    """A simulated P and D that record into real ring files."""
+
+    def __init__(self, directory: Path, mode: str, slots: int, seed: int = 0) -> None:
+        self.simulation = Simulation(mode, seed, pair=seed)
+        self.now_ns = time.monotonic_ns()
+        """True time at which the next request arrives; starts now."""
+        self.events = 0
+        self.p, self.d = (
+            RecordedEngine(engine, directory, slots) for engine in (self.simulation.p, self.simulation.d)
+        )
+
+    def request(self) -> str:
+        """Record one request; returns the client's id. The next one arrives a few milliseconds later."""
+        name = f"{self.simulation.random.getrandbits(128):032x}"
+        self.simulation.request(name, self.now_ns)
+        self.now_ns += self.simulation.random.randrange(MS, 10 * MS)
+        self.write()
+        return name
+
+    def write(self) -> None:
+        """Record what was simulated since."""
+        self.events += self.p.write() + self.d.write()
+
+    def close(self) -> None:
+        self.p.close()
+        self.d.close()
