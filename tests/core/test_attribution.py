@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvscope import events as ev
 from kvscope.attribution import Breakdown, Rates, attribute
 from kvscope.clock import Clocks
-from kvscope.demo.simulate import BYTES_PER_NS, MS, Simulation, SimulatedRing, Truth
+from kvscope.demo.simulate import BYTES_PER_NS, MS, SimulatedRing, Simulation, Truth
 from kvscope.join import Joiner, Request, client_id
 from kvscope.ring import Event
 from kvscope.steps import CAPACITY, COMPUTE, COORDINATION, TRANSFER, UNKNOWN
@@ -125,7 +125,8 @@ def test_without_any_one_event_only_its_neighbours_become_unknown(mode: str, see
     everything = {(ring.ring_id, event.seq): event for ring in simulation.rings() for event in ring.events}
     for missing, event in everything.items():
         found = breakdowns(
-            simulation, lambda ring, m=missing: [e for e in ring.events if (ring.ring_id, e.seq) != m]  # type: ignore[misc]
+            simulation,
+            lambda ring, m=missing: [e for e in ring.events if (ring.ring_id, e.seq) != m],  # type: ignore[misc]
         )
         for truth in truths:
             what = f"{ev.VOCABULARY[event.kind].name} of {truth.name} missing in {mode}, seed {seed}"
@@ -148,7 +149,9 @@ def test_without_any_one_event_only_its_neighbours_become_unknown(mode: str, see
             gone = {n for n, ns in truth.steps.items() if ns and kept.get(n, 0) < ns - slack}
             assert not grown, what
             assert len(gone) <= 3, f"{what}: {gone}"
-            assert unknown == pytest.approx(sum(truth.steps[n] - kept.get(n, 0) for n in gone), abs=slack), what
+            assert unknown == pytest.approx(sum(truth.steps[n] - kept.get(n, 0) for n in gone), abs=slack), (
+                what
+            )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -166,7 +169,7 @@ def test_sums_hold_however_many_events_are_lost(mode: str, seed: int, share: flo
 @given(seed=st.integers(0, 2**32), error_ns=st.integers(-50 * MS, 50 * MS), shift_ns=st.integers(1, 10**12))
 @settings(max_examples=25, deadline=None)
 def test_a_wrong_clock_is_clamped_and_told(mode: str, seed: int, error_ns: int, shift_ns: int) -> None:
-    """GIVEN two hosts whose offset is misjudged WHEN attributed THEN nothing is negative and the error is shown."""
+    """GIVEN two hosts with a misjudged offset THEN nothing is negative and the error is shown."""
     simulation, truths = simulate(mode, seed, d_shift_ns=shift_ns)
     joiner = Joiner(Clocks())
     for ring in simulation.rings():
