@@ -16,7 +16,7 @@ VERSION ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench contract docs format lock clean venv
+.PHONY: help demo test check lint bench contract docs format lock clean venv
 
 help:  ## This list
 	@echo "kvscope: make TARGET"; echo
@@ -27,16 +27,19 @@ help:  ## This list
 demo: $(STAMP)  ## One prefill and one decode engine, a router, a load, and where the time went (ARGS="--mode pull")
 	@$(BIN)/kvscope demo $(ARGS)
 
-test: $(STAMP)  ## Everything, on two real engines too (ARGS="-m 'not real'" leaves those out)
+test: lint  ## Everything, on two real engines too (ARGS="-m 'not real'" leaves those out)
 	@$(BIN)/python -m pytest $(ARGS)
 
-check: $(STAMP)  ## What a change must pass: lint, types, walls, docs, the tests without engines
+check: lint  ## What a change must pass: lint, types, walls, docs, the tests without engines
+	@$(BIN)/python -m pytest -q -m "not real" $(ARGS)
+
+lint: $(STAMP)  ## Lint, format, types, walls, docs
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/mypy docs bench
 	@$(BIN)/lint-imports
 	@$(BIN)/python docs/generate.py --check
-	@$(BIN)/python -m pytest -q -m "not real" $(ARGS)
 
 bench: $(STAMP)  ## What kvscope costs, measured on this machine (ARGS="--json")
 	@for bench in bench/[a-z]*.py; do $(BIN)/python $$bench $(ARGS); done
@@ -48,8 +51,9 @@ contract: $(STAMP)  ## Compare the methods we override with a vLLM release: make
 docs: $(STAMP)  ## Write docs/*.md anew from the code
 	@$(BIN)/python docs/generate.py
 
-format: $(STAMP)  ## Sort imports and mend what the linter can mend
+format: $(STAMP)  ## Sort imports, mend what the linter can mend, lay out the code
 	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
 
 venv: $(STAMP)  ## Make .venv from the lock file, if it isn't there yet
 	@echo "$(VENV) is ready"

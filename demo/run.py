@@ -186,7 +186,7 @@ def _simulate(fleet: simulate.Fleet, arguments: argparse.Namespace) -> None:
 def _show(url: str, since_ns: int, expected: int, arguments: argparse.Namespace, say: Say, what: str) -> None:
     daemon = Daemon(url)
     rows = _wait_for_rows(daemon, since_ns, expected)
-    since = f"{max(1, (time.time_ns() - since_ns) // 10**9 + 1)}s"
+    since = f"{(time.time_ns() - since_ns) // 10**6 + 1}ms"
     ttft = daemon.query("ttft", "", {"since": since})
     steps = daemon.query("steps", "", {"since": since})
     slowest = max(rows, key=lambda row: row["ttft_ns"] or 0, default=None)
