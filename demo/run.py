@@ -22,7 +22,6 @@ from kvscope.demo import simulate
 from kvscope.demo.collector import collector
 from kvscope.errors import KvscopeError
 from kvscope.explain import explain
-from kvscope.lookup import Listing
 
 MODES = ("push", "pull", "bidirectional")
 STORED_TIMEOUT_S = 30
@@ -185,12 +184,10 @@ def _simulate(fleet: simulate.Fleet, arguments: argparse.Namespace) -> None:
 
 def _show(url: str, since_ns: int, expected: int, arguments: argparse.Namespace, say: Say, what: str) -> None:
     daemon = Daemon(url)
-    rows = _wait_for_rows(daemon, since_ns, expected)
-    since = f"{(time.time_ns() - since_ns) // 10**6 + 1}ms"
-    ttft = daemon.query("ttft", "", {"since": since})
-    steps = daemon.query("steps", "", {"since": since})
-    slowest = max(rows, key=lambda row: row["ttft_ns"] or 0, default=None)
-    detail = daemon.request(str(slowest["id"])) if slowest else {}
+    slowest = _wait_for_rows(daemon, since_ns, expected)
+    since = {"since": str(since_ns)}
+    ttft, steps = daemon.query("ttft", "", since), daemon.query("steps", "", since)
+    detail = daemon.request(slowest) if slowest else {}
     if arguments.json:
         found = {"data": what, "url": url, "ttft": ttft, "steps": steps, "slowest": detail}
         print(msgspec.json.format(msgspec.json.encode(found)).decode())
@@ -209,15 +206,12 @@ def _show(url: str, since_ns: int, expected: int, arguments: argparse.Namespace,
     daemon.close()
 
 
-def _wait_for_rows(daemon: Daemon, since_ns: int, expected: int) -> list[dict[str, Any]]:
-    """The stored requests, once they are all there or time is up."""
+def _wait_for_rows(daemon: Daemon, since_ns: int, expected: int) -> str | None:
+    """Wait until all requests are stored, or time is up; returns the id of the slowest."""
+    sql = "SELECT count(*), arg_max(id, ttft_ns) FROM requests WHERE arrived_at_ns >= $since"
     deadline = time.monotonic() + STORED_TIMEOUT_S
     while True:
-        rows = [
-            row
-            for row in daemon.requests(Listing(limit=min(10_000, max(1, expected + 50))))
-            if row["arrived_at_ns"] >= since_ns and row["outcome"] != "in flight"
-        ]
-        if len(rows) >= expected or time.monotonic() > deadline:
-            return rows
+        ((count, slowest),) = daemon.query("", sql, {"since": str(since_ns)})["rows"]
+        if count >= expected or time.monotonic() > deadline:
+            return None if slowest is None else str(slowest)
         time.sleep(0.1)

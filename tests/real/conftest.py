@@ -22,7 +22,6 @@ from kvscope.demo.deployment import router, warm_up
 from kvscope.demo.engines import DECODE, PREFILL, Engine, EngineSpec, engines
 from kvscope.demo.load import Load, Result, run_load
 from kvscope.demo.model import make_model
-from kvscope.lookup import Listing
 from kvscope.steps import STEPS
 
 OWN_METRICS = ("--enable-per-request-metrics", "--enable-force-include-usage")
@@ -76,15 +75,15 @@ class Scene:
 
     def rows(self, results: Sequence[Result], seconds: float = 30) -> list[dict[str, Any]]:
         """The stored requests of these results, in their order."""
-        wanted = [result.request_id for result in results]
+        names = ", ".join(f"'{result.request_id}'" for result in results)
+        sql = f"SELECT client_id, id FROM requests WHERE client_id IN ({names})"
 
-        def stored() -> list[dict[str, Any]] | None:
-            listed = self.daemon.requests(Listing(limit=1000))
-            found = {row["client_id"]: row for row in listed if row["outcome"] != "in flight"}
-            return [found[name] for name in wanted] if all(name in found for name in wanted) else None
+        def stored() -> dict[str, str] | None:
+            found = dict(self.daemon.query("", sql, {})["rows"])
+            return found if len(found) == len(results) else None
 
-        listed = wait_until(stored, seconds, f"{len(wanted)} requests stored")
-        return [self.row(row["id"]) for row in listed]
+        ids = wait_until(stored, seconds, f"{len(results)} requests stored")
+        return [self.row(ids[result.request_id]) for result in results]
 
     def row(self, request_id: str) -> dict[str, Any]:
         """One stored request with its waterfall."""
