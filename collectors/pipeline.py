@@ -9,8 +9,20 @@ from typing import Any
 
 from kvscope import events as ev
 from kvscope.attribution import Breakdown, Interval, Rates, attribute, wire_bounds
-from kvscope.join import Failure, Handshake, Joiner, Lease, Leg, Request, Source, client_id, fingerprint
+from kvscope.join import (
+    SERVED,
+    Failure,
+    Handshake,
+    Joiner,
+    Lease,
+    Leg,
+    Request,
+    Source,
+    client_id,
+    fingerprint,
+)
 from kvscope.ring import Event, RingReader
+from kvscope.schema import BY_NAME, Table
 from kvscope.steps import OBSERVED, STEPS
 
 logger = logging.getLogger(__name__)
@@ -65,6 +77,9 @@ class Pipeline:
             self.joiner.forget_ring(source)
             if self._by_engine.get(source.engine) is source:
                 del self._by_engine[source.engine]
+                self._by_engine.update(
+                    (s.engine, s) for s in self._sources.values() if s.engine == source.engine
+                )
 
     # --- output ----------------------------------------------------------------------------------
 
@@ -94,20 +109,23 @@ class Pipeline:
                 continue
             rows["requests"].append(row)
             rows["transfers"] += transfers
+            for leg in request.legs():
+                for transfer in leg.transfers():
+                    self._rates.learn(leg.engine, transfer)
             self._counts["requests"] += 1
             self._counts["joined" if request.joined_by else "unjoined"] += 1
         rows["leases"] = [self._lease_row(lease) for lease in leases]
         rows["handshakes"] = [self._handshake_row(handshake) for handshake in handshakes]
         rows["failures"] = [self._failure_row(failure) for failure in failures]
-        return rows
+        return {name: [_fit(BY_NAME[name], row) for row in found] for name, found in rows.items()}
 
     def live_rows(self) -> list[Row]:
         """REQUESTS rows of the requests that are not over, as far as they have come."""
         rows = []
         for request in self.joiner.live():
             if not _is_cleanup(request) and not self._stored_before(request):
-                with contextlib.suppress(ArithmeticError, LookupError, ValueError):
-                    rows.append(self._request_row(request))
+                with contextlib.suppress(Exception):  # it is told of when it is to be stored
+                    rows.append(_fit(BY_NAME["requests"], self._request_row(request)))
         return rows
 
     def counters(self) -> dict[str, int]:
@@ -140,15 +158,12 @@ class Pipeline:
         assert leg is not None, "a request has a leg"
         breakdown = attribute(request, joiner.clocks, self._rates)
         transfers = [t for one in request.legs() for t in one.transfers() if one is not p or t.write]
-        for one in request.legs():
-            for transfer in one.transfers():
-                self._rates.learn(one.engine, transfer)
         connector = self._connector(request)
         outcome, detail, current = self._outcome(request, breakdown)
         reuse, offered, pulled = _reuse(p)
         totals = breakdown.totals
         generate = breakdown.generate.ns if breakdown.generate else None
-        trace = joiner.text(next((one.trace for one in request.legs() if one.trace), 0))
+        trace = next((one.trace for one in request.legs() if one.trace), "")
         name = leg.request_id or joiner.text(leg.key)
         return (
             request.id,
@@ -160,7 +175,7 @@ class Pipeline:
             outcome,
             detail,
             current,
-            any(one.released_late for one in request.legs()),
+            any(joiner.was_read_late(one) for one in request.legs()),
             self._joined_by(request),
             p.engine if p else None,
             d.engine if d else None,
@@ -180,8 +195,8 @@ class Pipeline:
             offered,
             pulled,
             sum(max(0, one.preemptions) for one in request.legs()),
-            sum(t.bytes for t in transfers) if transfers else None,
-            sum(t.descriptors for t in transfers) if transfers else None,
+            _sum(t.bytes for t in transfers),
+            _sum(t.descriptors for t in transfers),
             breakdown.ttft_ns,
             *(generate if not step.in_ttft else totals.get(step.name) for step in STEPS),
             breakdown.lead_ns,
@@ -210,13 +225,13 @@ class Pipeline:
                     leg.engine,
                     t.rank,
                     t.peer,
-                    t.bytes if done else None,
-                    t.descriptors if done else None,
+                    _known(t.bytes),
+                    _known(t.descriptors),
                     t.posted_ns - t.begin_ns if t.posted_ns is not None and t.begin_ns is not None else None,
                     lower,
                     upper,
-                    t.post_us if done else None,
-                    t.xfer_us if done else None,
+                    _known(t.post_us) if done else None,
+                    _known(t.xfer_us) if done else None,
                     "failed" if t.failed else "done" if done else "open",
                 )
 
@@ -260,7 +275,7 @@ class Pipeline:
             failure.kind,
             failure.name,
             failure.detail,
-            failure.leg.request.id if failure.leg else None,
+            failure.leg.request.id if failure.leg else failure.request_id,
         )
 
     # --- what a request was ----------------------------------------------------------------------
@@ -293,19 +308,24 @@ class Pipeline:
     def _outcome(self, request: Request, breakdown: Breakdown) -> tuple[str, str | None, str | None]:
         """Outcome, its detail, and the step it is in, or was in when last seen, if it did not finish."""
         joiner = self.joiner
-        legs = request.legs()
+        legs, p = request.legs(), request.p
         ends = [leg for leg in request.d if joiner.is_instrumented(leg)] or legs[:1]
         failure = next((leg.failure for leg in legs if leg.failure), None)
+        if failure is None and p is not None and p.lease_expired:
+            failure = "lease expired"
         current = breakdown.current.name if breakdown.current else "decode.generate"
         if all(leg.finished for leg in ends):
-            status = joiner.text(ends[0].status)
-            if status.removeprefix("FINISHED_") in ("STOPPED", "LENGTH_CAPPED", "REPETITION"):
-                if not request.d and request.p is not None and request.p.failure == "lease expired":
+            bad = next((leg for leg in ends if leg.status not in SERVED), None)
+            if bad is None:
+                if p is not None and not request.d and joiner.was_cleaned(p):
+                    return "aborted", "turned down by D", current
+                if p is not None and not request.d and p.lease_expired:
                     return "incomplete", "lease expired, never read", current
                 return "finished", failure, None
+            status = joiner.text(bad.status)
             outcome = {"FINISHED_ABORTED": "aborted", "FINISHED_IGNORED": "ignored"}.get(status, "error")
-            return outcome, failure or status, current
-        if any(joiner.engine_gone(leg.engine) for leg in legs if not leg.finished or leg is request.p):
+            return outcome, failure or status or None, current
+        if any(joiner.is_gone(leg) for leg in legs if not leg.finished or leg is p):
             return "lost", failure, current
         return ("in flight" if joiner.is_live(request) else "incomplete"), failure, current
 
@@ -318,6 +338,8 @@ class Pipeline:
         leg = request.p or request.d[0]
         if not leg.is_prefill and not leg.is_decode:
             return "single leg"
+        if leg.is_prefill and all(s.engine == leg.engine for s in joiner.sources.values()):
+            return "peer not instrumented"
         peer = joiner.texts.get(leg.remote_engine, "")
         if leg.is_decode and all(s.engine != peer for s in joiner.sources.values()):
             return "peer not instrumented"
@@ -325,22 +347,47 @@ class Pipeline:
 
 
 def _is_cleanup(request: Request) -> bool:
-    return all((leg.flags or 0) & ev.FLAG_CLEANUP for leg in request.legs())
+    return all(leg.is_cleanup for leg in request.legs())
 
 
 def _known(value: int) -> int | None:
-    return None if value == ev.UNKNOWN else value
+    return None if value < 0 else value
+
+
+def _sum(values: Iterable[int]) -> int | None:
+    """Of what is known; None where nothing is."""
+    known = [value for value in values if value >= 0]
+    return sum(known) if known else None
+
+
+_INTEGERS = {
+    "BIGINT": (-1 << 63, (1 << 63) - 1),
+    "UBIGINT": (0, (1 << 64) - 1),
+    "UINTEGER": (0, (1 << 32) - 1),
+    "USMALLINT": (0, (1 << 16) - 1),
+}
+_LIMITS = {
+    name: [(i, *_INTEGERS[c.type]) for i, c in enumerate(table.columns) if c.type in _INTEGERS]
+    for name, table in BY_NAME.items()
+}
+
+
+def _fit(table: Table, row: Row) -> Row:
+    """The row without numbers that its columns can't hold: rings are untrusted, and one such number would
+    take the whole batch with it."""
+    unfit = [i for i, low, high in _LIMITS[table.name] if type(row[i]) is int and not low <= row[i] <= high]
+    return tuple(None if i in unfit else value for i, value in enumerate(row)) if unfit else row
 
 
 def _transferred(d: Leg | None) -> int | None:
-    if d is None or d.load_tokens == ev.UNKNOWN:
+    if d is None or d.load_tokens < 0:
         return None
     return 0 if d.load_failed else d.load_tokens
 
 
 def _recomputed(d: Leg | None) -> int | None:
     """Prompt tokens D computed although P had: the load failed, or the blocks went before the first token."""
-    if d is None or d.load_tokens == ev.UNKNOWN:
+    if d is None or d.load_tokens < 0:
         return None
     preempted = any(d.first_token_ns is None or t < d.first_token_ns for t in d.preempted_ns)
     return d.load_tokens if (d.load_failed and d.first_token_ns is not None) or preempted else 0
@@ -365,6 +412,9 @@ def _reuse(p: Leg | None) -> tuple[str | None, int | None, int | None]:
     return ("local hit" if p.local_tokens >= wanted else "below threshold"), offered, 0
 
 
+_OBSERVED = {name: code for code, name in enumerate(OBSERVED)}
+
+
 def _waterfall(breakdown: Breakdown) -> list[dict[str, Any]]:
     intervals: list[Interval] = [*breakdown.critical, *breakdown.overlapped]
     t0 = breakdown.t0_ns
@@ -374,7 +424,7 @@ def _waterfall(breakdown: Breakdown) -> list[dict[str, Any]]:
             "from_ns": i.start_ns - t0,
             "ns": i.ns,
             "critical": i.critical,
-            "observed": OBSERVED.index(i.observed),
+            "observed": _OBSERVED[i.observed],
             "error_ns": i.error_ns,
         }
         for i in intervals

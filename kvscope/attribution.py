@@ -116,7 +116,7 @@ class Rates:
         return self._best.get((engine, transfer.peer, bool(transfer.write)))
 
     def learn(self, engine: str, transfer: Transfer) -> None:
-        if transfer.begin_ns is None or not transfer.bytes or transfer.failed:
+        if transfer.begin_ns is None or transfer.bytes <= 0 or transfer.failed:
             return
         end = transfer.posted_ns if transfer.done_on_post else transfer.done_ns
         if end is not None and end > transfer.begin_ns:
@@ -133,11 +133,13 @@ def attribute(request: Request, clocks: Clocks, rates: Rates) -> Breakdown:
     assert base is not None, "a request has a leg"
     shift = error = 0
     if p is not None and d is not None and p.boot != d.boot:
+        _tell_causes(p, d, clocks, alone=len(request.d) == 1)
         offset = clocks.offset(d.boot, p.boot)
         shift, error = offset.ns, offset.error_ns
 
-    builder = _Builder(p, d, shift, error, rates)
-    if p is not None and d is not None and _is_push(p, d):
+    pushed = p is not None and d is not None and _is_push(p, d)
+    builder = _Builder(p, d, shift, error, rates, pushed)
+    if pushed and p is not None and d is not None:
         breakdown = builder.push(p, d)
     elif p is not None:
         breakdown = builder.pull(p, d)
@@ -162,16 +164,23 @@ def _is_push(p: Leg, d: Leg) -> bool:
 class _Builder:
     """Makes the branches of one request; D's times are shifted onto P's clock."""
 
-    def __init__(self, p: Leg | None, d: Leg | None, shift: int, error: int, rates: Rates) -> None:
+    def __init__(
+        self, p: Leg | None, d: Leg | None, shift: int, error: int, rates: Rates, pushed: bool
+    ) -> None:
         self.shift = shift
         self.error = error
         self.rates = rates
         self.clamped = 0
         self.transfer: Transfer | None = None
         self.rate: float | None = None
-        starts = [t for leg in (p,) if leg for t in (_first_known(leg),) if t is not None]
-        starts += [t + shift for leg in (d,) if leg for t in (_first_known(leg),) if t is not None]
-        self.t0 = min(starts, default=0)
+        start = _first_known(p) if p else None
+        other = self.on_d(_first_known(d)) if d else None
+        # Unless pushed, D's leg follows from P's: where it seems to be older, the clocks are at fault.
+        told = [t for t in (start, other) if t is not None] if pushed or start is None else [start]
+        self.t0 = min(told, default=0)
+        self.over_ns = self.on_d(d.finished_ns) if d else None
+        if p is not None and d is None and p.served_ns is None:
+            self.over_ns = p.finished_ns
 
     def on_d(self, t_ns: int | None) -> int | None:
         return None if t_ns is None else t_ns + self.shift
@@ -192,8 +201,8 @@ class _Builder:
         if d is not None:
             marks += [*self._admission(d, crosses=True), *self._load_on_d(d), *self._decode_start(d)]
             ready = _latest(d.allocated_ns, *(s.handshake_done_ns for s in d.ranks.values()))
-            if ready is not None and p.finished_ns is not None:
-                lead = p.finished_ns - (ready + self.shift)
+            if ready is not None and p.served_ns is not None:
+                lead = p.served_ns - (ready + self.shift)
         elif p.is_prefill:
             marks.append(Mark(_S["registration.route"], None))
         breakdown = self._finish(marks, [], d, lead)
@@ -210,19 +219,24 @@ class _Builder:
         return breakdown
 
     def push(self, p: Leg, d: Leg) -> Breakdown:
-        p_side, transfer = _last_writer(p)
+        rank, p_side, transfer = _last_writer(p, d)
         self.transfer = transfer
-        registered = _latest(*(s.registration_received_ns for s in d.ranks.values()))
+        # The registration that this rank's writer held, if that is known.
+        receivers = [d.ranks[rank]] if rank in d.ranks else []
+        registered = _latest(*(s.registration_received_ns for s in receivers))
+        if registered is None:
+            registered = _latest(*(s.registration_received_ns for s in d.ranks.values()))
         prefill = self._prefill(p)
         registration = self._registration(d, registered)
+        finished = p.served_ns
         lead = None
-        if registered is not None and p.finished_ns is not None:
-            lead = p.finished_ns - registered
+        if registered is not None and finished is not None:
+            lead = finished - registered
         # Where one end was not observed, what must lie before or behind it may still tell which came last.
         armed = min(
             (s.lease_armed_ns for s in p.ranks.values() if s.lease_armed_ns is not None), default=None
         )
-        finished_by = p.finished_ns if p.finished_ns is not None else armed
+        finished_by = finished if finished is not None else armed
         registered_after = registered if registered is not None else self._registered_after(d)
         late = finished_by is not None and registered_after is not None and registered_after > finished_by
         critical, overlapped = prefill, registration
@@ -246,14 +260,15 @@ class _Builder:
 
     def _predict_pull(self, breakdown: Breakdown, p: Leg, d: Leg, registered: int | None) -> None:
         """D asked after prefill: its frontend, queue and blocks come after P's end instead of beside it."""
-        if breakdown.ttft_ns is None or p.finished_ns is None or d.allocated_ns is None or registered is None:
+        finished = p.served_ns
+        if breakdown.ttft_ns is None or finished is None or d.allocated_ns is None or registered is None:
             return
         start = d.arrival_ns if d.arrival_ns is not None else d.arrived_ns
         if start is None:
             return
-        matched = max(p.finished_ns, registered)
+        matched = max(finished, registered)
         breakdown.predicted_pull_ttft_ns = (
-            p.finished_ns
+            finished
             - self.t0
             + d.allocated_ns
             - start
@@ -266,16 +281,16 @@ class _Builder:
 
     def _queue(self, leg: Leg) -> list[Mark]:
         return [
-            Mark(_S["prefill.frontend"], leg.arrived_ns),
+            *_frontend(leg, Mark(_S["prefill.frontend"], leg.arrived_ns)),
             Mark(_S["prefill.queue"], leg.considered_ns),
-            Mark(_S["prefill.blocks"], leg.allocated_ns if _has_load(leg) else _first(leg.scheduled_ns)),
+            Mark(_S["prefill.blocks"], leg.allocated_ns if _has_load(leg) else _started(leg)),
         ]
 
     def _prefill(self, p: Leg) -> list[Mark]:
         marks = self._queue(p)
         if _has_load(p):
             marks += self._read(p, _REUSE, 0)
-        marks += self._runs(p, _S["prefill.compute"], _S["prefill.queue"], shift=0, end=p.finished_ns)
+        marks += self._runs(p, _S["prefill.compute"], _S["prefill.queue"], shift=0, end=p.served_ns)
         return marks
 
     def _local_compute(self, leg: Leg) -> list[Mark]:
@@ -284,26 +299,32 @@ class _Builder:
     def _runs(self, leg: Leg, run: Step, wait: Step, shift: int, end: int | None) -> list[Mark]:
         """Alternating runs and waits of a leg that may have been preempted, from its first scheduling on."""
         marks: list[Mark] = []
-        resumes = [t for t in sorted(leg.scheduled_ns)[1:] if end is None or t <= end]
-        for index, preempted in enumerate(t for t in sorted(leg.preempted_ns) if end is None or t <= end):
-            marks.append(Mark(run, preempted + shift))
-            marks.append(Mark(wait, resumes[index] + shift if index < len(resumes) else None))
-        if len(resumes) > len(leg.preempted_ns):
-            # Scheduled again although no preemption was seen: its event is missing.
-            marks += [Mark(run, None), Mark(wait, resumes[-1] + shift)]
+        running = True
+        times = [(t, False) for t in leg.preempted_ns] + [(t, True) for t in leg.scheduled_ns]
+        for t_ns, resumed in sorted(times)[1 if _started(leg) is not None else 0 :]:
+            if end is not None and t_ns > end:
+                break
+            ended, begun = (wait, run) if resumed else (run, wait)
+            if running == resumed:
+                marks.append(Mark(begun, None))  # what lay between was not seen
+            marks.append(Mark(ended, t_ns + shift))
+            running = resumed
+        if not running:
+            marks.append(Mark(wait, None))
         marks.append(Mark(run, None if end is None else end + shift))
         return marks
 
     def _admission(self, d: Leg, crosses: bool = False) -> list[Mark]:
         """D's leg up to its destination blocks (or, with nothing to load, its first step)."""
+        route = Mark(_S["registration.route"], self.on_d(d.arrived_ns), crosses=crosses)
         marks = [
-            Mark(_S["registration.route"], self.on_d(d.arrived_ns), crosses=crosses),
+            *([route] if crosses else _frontend(d, route)),
             Mark(_S["registration.admit"], self.on_d(d.considered_ns)),
         ]
         if self._loads(d):
             marks.append(Mark(_S["registration.blocks"], self.on_d(d.allocated_ns)))
         else:
-            marks.append(Mark(_S["registration.blocks"], self.on_d(_first(d.scheduled_ns))))
+            marks.append(Mark(_S["registration.blocks"], self.on_d(_started(d))))
         return marks
 
     @staticmethod
@@ -354,7 +375,7 @@ class _Builder:
             marks += self._moved(leg.engine, transfer, names, shift)
             if transfer.done_ns is None:
                 marks[-1] = Mark(names.detect, _plus(seen, shift), POLL)
-        elif seen is None or not side.load_failed:
+        elif seen is None or not side.read_expired:
             marks += [
                 Mark(names.post, None),
                 Mark(names.wire, None),
@@ -379,7 +400,9 @@ class _Builder:
         if posted is None and transfer.start_ns:
             # The posting event is missing; NIXL's telemetry still tells.
             begin, how = transfer.start_ns, TELEMETRY
-            posted = begin + transfer.post_us * 1000
+            posted = begin + max(0, transfer.post_us) * 1000
+            if transfer.done_ns is not None:
+                posted = min(posted, transfer.done_ns)
             on_post = transfer.post_us >= transfer.xfer_us
         done = transfer.done_ns
         if on_post and pushed and posted is not None:
@@ -403,9 +426,9 @@ class _Builder:
             self.rate = rate
         if done <= earliest:
             return [post, Mark(names.wire, done + shift, POLL), detect]
-        if rate is None or not transfer.bytes:
+        if rate is None or transfer.bytes <= 0:
             known = [Mark(names.wire, earliest + shift, POLL)] if earliest > posted else []
-            return [post, *known, Mark(_UNKNOWN, done + shift, POLL)]
+            return [post, *known, Mark(names.wire, None), detect]
         expected = min(max(begin + round(transfer.bytes / rate), earliest), done)
         return [post, Mark(names.wire, expected + shift, ESTIMATED), detect._replace(observed=ESTIMATED)]
 
@@ -414,9 +437,9 @@ class _Builder:
         marks = [Mark(names.report, _plus(leg.load_reported_ns, shift))]
         if leg.deferred_ns is not None:
             marks.append(Mark(names.promote, leg.deferred_ns + shift))
-            marks.append(Mark(names.admit, _plus(_first(leg.scheduled_ns), shift)))
+            marks.append(Mark(names.admit, _plus(_started(leg), shift)))
         else:
-            marks.append(Mark(names.promote, _plus(_first(leg.scheduled_ns), shift)))
+            marks.append(Mark(names.promote, _plus(_started(leg), shift)))
         return marks
 
     def _registration(self, d: Leg, registered: int | None) -> list[Mark]:
@@ -469,6 +492,9 @@ class _Builder:
         first_token = self.on_d(d.first_token_ns) if d is not None else None
         if first_token is not None:
             first_token = max(first_token, self.t0)
+        elif (over := self.over_ns) is not None:
+            # It ended before its first token: what came in later is not where it was then.
+            marks = [m if m.t_ns is None or m.t_ns <= over else m._replace(t_ns=None) for m in marks]
         critical, current = self._intervals(self.t0, marks, True, first_token)
         beside, _ = self._intervals(self.t0, overlapped, False, first_token)
         breakdown = Breakdown(
@@ -531,20 +557,54 @@ def wire_bounds(transfer: Transfer) -> tuple[int | None, int | None]:
     return lower, max(lower, transfer.done_ns - transfer.posted_ns)
 
 
-def _last_writer(p: Leg) -> tuple[RankSide, Transfer | None]:
-    """The rank whose WRITE was done last, and that WRITE."""
-    best: tuple[RankSide, Transfer | None] = (
-        max(p.ranks.values(), key=lambda s: s.matched_ns or 0, default=RankSide()),
-        None,
-    )
-    latest = -1
-    for side in p.ranks.values():
-        for transfer in side.transfers.values():
-            if (transfer.write is not False and side.matched_ns is not None) or transfer.write:
-                end = _transfer_end(transfer)
-                if end > latest:
-                    best, latest = (side, transfer), end
-    return best
+def _last_writer(p: Leg, d: Leg) -> tuple[int, RankSide, Transfer | None]:
+    """The rank of P that D waited for last, and its last WRITE."""
+    writers = {
+        rank: max(writes, key=lambda t: (_transfer_end(t), t.id))
+        for rank, side in p.ranks.items()
+        if (writes := [t for t in side.transfers.values() if _is_write(t, side)])
+    }
+    if not writers:
+        rank = max(p.ranks, key=lambda r: (p.ranks[r].matched_ns or 0, r), default=0)
+        return rank, p.ranks.get(rank, RankSide()), None
+    notified = {rank: side.notified_ns for rank, side in d.ranks.items() if side.notified_ns is not None}
+    if notified.keys() == writers.keys():
+        # Each rank of P writes to the one of the same number.
+        rank = max(notified, key=lambda r: (notified[r], r))
+    else:
+        rank = max(writers, key=lambda r: (_transfer_end(writers[r]), r))
+    return rank, p.ranks[rank], writers[rank]
+
+
+def _is_write(transfer: Transfer, side: RankSide) -> bool:
+    return bool(transfer.write) or (transfer.write is None and side.matched_ns is not None)
+
+
+def _tell_causes(p: Leg, d: Leg, clocks: Clocks, alone: bool) -> None:
+    """What was sent before it was received bounds the offset between two hosts' clocks. Of the ranks only
+    the first two are sure to have spoken to each other; with a second D leg, what P was told may be its."""
+    if not alone:
+        return
+    pushed = _is_push(p, d)
+    if not pushed and p.served_ns is not None and d.arrived_ns is not None and d.remote_request == p.key:
+        clocks.message(p.boot, p.served_ns, d.boot, d.arrived_ns)
+    at_p, at_d = p.ranks.get(0, RankSide()), d.ranks.get(0, RankSide())
+    sent = _sent(at_p if pushed else at_d)
+    held = at_d.notified_ns if pushed else at_p.notified_ns
+    if sent is not None and held is not None:
+        clocks.message(*((p.boot, sent, d.boot, held) if pushed else (d.boot, sent, p.boot, held)))
+    if at_d.registration_sent_ns is not None and at_d.registration_received_ns is not None:
+        begun = (at_d.load_started_ns, at_d.load_restarted_ns)
+        left = _latest(*(t for t in begun if t is not None and t <= at_d.registration_sent_ns))
+        if left is not None:
+            clocks.message(d.boot, left, p.boot, at_d.registration_received_ns)
+
+
+def _sent(side: RankSide) -> int | None:
+    """The least time at which the completion of a transfer can have left: NIXL sends it inside the poll
+    that sees it done, or inside the post call."""
+    times = [t.begin_ns if t.done_on_post else t.poll_ns for t in side.transfers.values()]
+    return min((t for t in times if t is not None), default=None) if None not in times else None
 
 
 def _has_load(leg: Leg) -> bool:
@@ -563,6 +623,7 @@ def _first_known(leg: Leg) -> int | None:
     known = [
         t
         for t in (
+            leg.arrived_ns,
             leg.considered_ns,
             leg.allocated_ns,
             *leg.scheduled_ns,
@@ -573,6 +634,17 @@ def _first_known(leg: Leg) -> int | None:
         if t is not None
     ]
     return min(known, default=None)
+
+
+def _frontend(leg: Leg, mark: Mark) -> list[Mark]:
+    """The boundary at the end of a frontend's part; none where its beginning is not known."""
+    return [] if leg.arrival_ns is None and leg.arrived_ns is not None else [mark]
+
+
+def _started(leg: Leg) -> int | None:
+    """When the leg was first put in a batch; None when a preemption tells that this was not seen."""
+    first = _first(leg.scheduled_ns)
+    return None if first is None or any(t < first for t in leg.preempted_ns) else first
 
 
 def _handshake_end(side: RankSide, resumed_ns: int | None) -> int | None:

@@ -34,7 +34,7 @@ class Clocks:
     def anchor(self, boot: str, wall_ns: int, mono_ns: int) -> None:
         """A (wall, monotonic) pair read together on `boot`; the first one is kept, so that steps of the
         wall clock don't move what was already shown."""
-        self._anchors.setdefault(boot, wall_ns - mono_ns)
+        self._anchors.setdefault(boot, max(-_OPEN, min(wall_ns - mono_ns, _OPEN)))
 
     def wall_ns(self, boot: str, mono_ns: int) -> int:
         """Nanoseconds since the Unix epoch of a moment on `boot`'s clock."""
@@ -59,19 +59,26 @@ class Clocks:
         low, high = max(bound.low_ns, widest.low_ns), min(bound.high_ns, widest.high_ns)
         if low > high:
             # The wall clocks contradict what was measured: believe the measurement alone.
-            low, high = (bound.low_ns, bound.high_ns) if bound.high_ns - bound.low_ns < _OPEN else (low, low)
-        return Offset(low, high)
+            low = bound.low_ns if bound.low_ns > -_OPEN else bound.high_ns - 2 * WALL_ERROR_NS
+            high = bound.high_ns if bound.high_ns < _OPEN else bound.low_ns + 2 * WALL_ERROR_NS
+        return Offset(*(max(-_OPEN // 2, min(ns, _OPEN // 2)) for ns in (low, high)))
 
     def _narrow(self, from_boot: str, to_boot: str, low: int | None, high: int | None) -> None:
         if from_boot == to_boot:
             return
+        if any(ns is not None and abs(ns) >= _OPEN for ns in (low, high)):
+            return
         known = self._bounds.get((from_boot, to_boot), Offset(-_OPEN, _OPEN))
-        low = known.low_ns if low is None else max(low, known.low_ns)
-        high = known.high_ns if high is None else min(high, known.high_ns)
-        if low > high:
-            return  # contradicts what is known (a clock was stepped): keep the older bound
-        self._bounds[from_boot, to_boot] = Offset(low, high)
-        self._bounds[to_boot, from_boot] = Offset(-high, -low)
+        new = Offset(-_OPEN if low is None else low, _OPEN if high is None else high)
+        if new.low_ns > new.high_ns:
+            return
+        both = Offset(max(known.low_ns, new.low_ns), min(known.high_ns, new.high_ns))
+        if both.low_ns > both.high_ns:
+            # They contradict each other: the clocks drifted apart. What covers both is what can be said.
+            ends = [ns for ns in (*known, *new) if abs(ns) < _OPEN]
+            both = Offset(min(ends), max(ends))
+        self._bounds[from_boot, to_boot] = both
+        self._bounds[to_boot, from_boot] = Offset(-both.high_ns, -both.low_ns)
 
 
 _OPEN = 1 << 62

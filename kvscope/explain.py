@@ -204,7 +204,7 @@ def _waterfall(request: Row, as_of_ns: int | None, width: int, colour: bool) -> 
     axis_ns = ttft or max(i["from_ns"] + i["ns"] for i in intervals) or 1
     errors = any(i["error_ns"] for i in intervals)
     head = f"{'':1} {'from':>7} {'to':>7} {'ms':>7} {'step':<23} {'class':<8} {'seen':<6}" + (
-        f" {'± ms':>6}" if errors else ""
+        f" {'± ms':>6} " if errors else ""
     )
     bar_width = max(_MIN_BAR, width - len(head) - 1)
     end = f"{(axis_ns + 500_000) // 10**6} ms" if axis_ns >= 10**7 else f"{ms(axis_ns)} ms"
@@ -218,12 +218,15 @@ def _waterfall(request: Row, as_of_ns: int | None, width: int, colour: bool) -> 
         class_ = f"{_SHORT.get(step.class_, step.class_):<8}"
         seen = f"{_SEEN.get(i['observed'], i['observed']):<6}"
         if errors:
-            seen += f" {ms(i['error_ns']) if i['error_ns'] else '':>6}"
+            shorter = "!" if i["ns"] < i["error_ns"] else " "
+            seen += f" {ms(i['error_ns']) if i['error_ns'] else '':>6}{shorter}"
         if colour:
             class_, bar = (f"\x1b[{_COLOURS[step.class_]}m{text}\x1b[0m" for text in (class_, bar))
         to = "" if i is open_ else ms(end)
         line = f"{mark} {ms(start):>7} {to:>7} {ms(i['ns']):>7} {step.name:<23} {class_} {seen} {bar}"
         lines.append(line.rstrip())
+    if any(i["ns"] < i["error_ns"] for i in intervals):
+        lines.append(f"{'':25} ! shorter than the clocks' error: its length is not known")
     covered = sum(i["ns"] for i in intervals if i["critical"] and i["step"].in_ttft and i is not open_)
     lines.append(f"{'':17} {ms(covered):>7} sum of the critical path (*)" + _sum_verdict(covered, ttft))
     if any(not i["critical"] and i["step"].in_ttft for i in intervals):

@@ -26,7 +26,9 @@ SETTLE_NS = 300_000_000
 UNJOINED_NS = 5_000_000_000
 """A complete leg waits this long for a partner that is expected."""
 QUIET_NS = 90_000_000_000
-"""An incomplete request without any event for this long is stored as it is. Leases renew every 5 s."""
+"""A request of which only a report is missing is stored as it is after this long. Leases renew every 5 s."""
+LONG_QUIET_NS = 1800_000_000_000
+"""The same for one that its engine still works on: neither a queue nor generating makes events."""
 LOST_QUIET_NS = 10_000_000_000
 """The same where one of its engines is gone."""
 QUIET_SCAN_NS = 1_000_000_000
@@ -35,10 +37,30 @@ MAX_FRONTEND_NS = 3600_000_000_000
 """A request that seems to have been longer than this between API server and scheduler was not."""
 MAX_LIVE = 100_000
 """Requests held in memory; beyond it the oldest is stored as it is."""
-MAX_TEXTS = 500_000
-"""Texts held in memory; those of a request go with it, so that only a hostile ring gets here."""
+MAX_TEXTS = 300_000
+"""Texts held in memory; beyond it all but engines and statuses go. Rings repeat what they still use."""
 MAX_REMEMBERED = 200_000
 """Stored requests remembered, so that stragglers don't start them anew."""
+MAX_LEASES = 200_000
+"""Leases held in memory; beyond it the end of the oldest counts as lost."""
+MAX_TURNS = 10_000
+"""Turns of one session that may be in memory at once; beyond it they name each other in a circle."""
+MAX_NOTES = 10_000
+"""What is kept of legs that may be stored before, or told of after, it is known."""
+MAX_LINKS = 4096
+"""(engine, rank, peer) triples whose handshakes are remembered."""
+LIMIT_NS = 1 << 60
+"""No clock shows this: 36 years since boot. Nothing that is computed of smaller times leaves 64 bits."""
+
+_SERVED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
+STATUSES = {
+    text_key(name): name for name in (*_SERVED, "FINISHED_ABORTED", "FINISHED_IGNORED", "FINISHED_ERROR")
+}
+"""vLLM's RequestStatus of a request that is over, by the key that request.finished carries."""
+SERVED = frozenset(map(text_key, _SERVED))
+"""Those of one that did what it was there for."""
+_HOW = ("remote id", "push match", "transfer id", "client id")
+"""How legs were joined, the strongest first."""
 
 
 def uid(ring_id: bytes, seq: int) -> int:
@@ -91,8 +113,8 @@ class Transfer:
     start_ns: int = 0
     post_us: int = 0
     xfer_us: int = 0
-    bytes: int = 0
-    descriptors: int = 0
+    bytes: int = ev.UNKNOWN
+    descriptors: int = ev.UNKNOWN
     failed: bool = False
 
 
@@ -129,6 +151,8 @@ class Leg:
     """`uid` of its arrival event; of its first event until that is seen."""
     request: Request
     request_id: str = ""
+    source: Source | None = None
+    """The ring of its own engine that told of it last."""
     last_event_ns: int = 0
     arrival_ns: int | None = None
     arrived_ns: int | None = None
@@ -139,7 +163,7 @@ class Leg:
     remote_tokens: int = ev.UNKNOWN
     transfer_id: int = 0
     session: int = 0
-    trace: int = 0
+    trace: str = ""
     considered_ns: int | None = None
     local_tokens: int = ev.UNKNOWN
     load_tokens: int = ev.UNKNOWN
@@ -160,6 +184,7 @@ class Leg:
     load_failed: bool = False
     send_reported_ns: int | None = None
     released_late: bool = False
+    lease_expired: bool = False
     failure: str = ""
     ranks: dict[int, RankSide] = field(default_factory=dict)
 
@@ -180,6 +205,15 @@ class Leg:
     @property
     def finished(self) -> bool:
         return self.finished_ns is not None
+
+    @property
+    def is_cleanup(self) -> bool:
+        return bool((self.flags or 0) & ev.FLAG_CLEANUP)
+
+    @property
+    def served_ns(self) -> int | None:
+        """Its end, if it did what it was there for; also where only the status was not told."""
+        return self.finished_ns if not self.status or self.status in SERVED else None
 
     @property
     def released(self) -> bool:
@@ -216,10 +250,12 @@ class Request:
     @property
     def decode_leg(self) -> Leg | None:
         """The D leg that had the first token, or got furthest; the only one but for n>1 sampling."""
+        if len(self.d) <= 1:
+            return self.d[0] if self.d else None
         with_token = [leg for leg in self.d if leg.first_token_ns is not None]
         if with_token:
-            return min(with_token, key=lambda leg: leg.first_token_ns or 0)
-        return self.d[0] if self.d else None
+            return min(with_token, key=lambda leg: (leg.first_token_ns or 0, leg.id))
+        return max(self.d, key=lambda leg: (leg.load_reported_ns or 0, leg.allocated_ns or 0, leg.id))
 
 
 @dataclass(slots=True, eq=False)
@@ -256,6 +292,8 @@ class Failure:
     name: str
     detail: str
     leg: Leg | None = None
+    request_id: int | None = None
+    """Of a request that is stored already."""
 
 
 class Joiner:
@@ -267,7 +305,7 @@ class Joiner:
 
     def __init__(self, clocks: Clocks | None = None) -> None:
         self.clocks = clocks or Clocks()
-        self.texts: dict[int, str] = {}
+        self.texts: dict[int, str] = dict(STATUSES)
         self._spent_texts: list[int] = []
         self.sources: dict[bytes, Source] = {}
         self._engines: set[str] = set()
@@ -284,10 +322,17 @@ class Joiner:
         self._due_count = 0
         self._now_ns = self._next_scan_ns = 0
         # Request ids named by a peer whose leg has not been seen: (engine key, request key) -> legs.
-        self._awaited: dict[tuple[int, int], list[Leg]] = {}
+        self._awaited: dict[tuple[int, int], dict[Leg, None]] = {}
         # Legs whose worker names a peer while their own role is not known (yet).
         self._named: dict[tuple[int, int], Leg] = {}
-        self._transfer_ids: dict[int, Leg] = {}
+        self._transfer_ids: dict[int, dict[Leg, None]] = {}
+        # Legs with a role by the client's id, for what nothing else joins.
+        self._clients: dict[str, dict[Leg, None]] = {}
+        # P legs, by (engine key, request key), that may be stored before or after these are told:
+        self._cleaned: dict[tuple[int, int], None] = {}  # a clean-up request of D's named them
+        self._read_late: dict[tuple[int, int], None] = {}  # read after their blocks were given back
+        # What handshakes told of the clocks of engines: a ring of theirs may be announced later.
+        self._offsets: dict[tuple[str, str], tuple[int, int]] = {}
         self._leases: dict[tuple[str, int, int], Lease] = {}
         # The latest ones per (engine, rank, peer): events come in any order.
         self._handshake_waits: dict[tuple[str, int, int], deque[RankSide]] = {}
@@ -336,6 +381,9 @@ class Joiner:
         source = self.sources[ring_id] = Source(ring_id, about, about.engine_id, about.rank, boot)
         self.texts[text_key(about.engine_id)] = about.engine_id
         self._engines.add(about.engine_id)
+        for (local, engine), (offset_ns, error_ns) in self._offsets.items():
+            if engine == about.engine_id:
+                self.clocks.estimate(local, boot, offset_ns, error_ns)
         return source
 
     def feed(self, source: Source, batch: Iterable[Event], texts: dict[int, str], now_ns: int) -> None:
@@ -346,9 +394,9 @@ class Joiner:
         self._now_ns = now_ns
         for event in batch:
             handler = handlers.get(event[1])
-            if handler is not None:
+            if handler is not None and 0 <= event[2] < LIMIT_NS:
                 handler(source, event)
-            elif event[1] not in ev.VOCABULARY:
+            elif handler is not None or event[1] not in ev.VOCABULARY:
                 self.rejected[source.ring_id] = self.rejected.get(source.ring_id, 0) + 1
 
     def ring_gone(self, source: Source, now_ns: int) -> None:
@@ -364,10 +412,24 @@ class Joiner:
         """Whether the leg's engine writes rings; a leg can be known from its peer's alone."""
         return leg.engine in self._engines
 
-    def engine_gone(self, engine: str) -> bool:
-        """Whether every ring of the engine lost its writer."""
-        rings = [s for s in self.sources.values() if s.engine == engine]
+    def is_gone(self, leg: Leg) -> bool:
+        """Whether the process that served the leg is gone. Its engine may be back, under the same id."""
+        if leg.source is not None:
+            return leg.source.gone
+        rings = [s for s in self.sources.values() if s.engine == leg.engine]
         return bool(rings) and all(s.gone for s in rings)
+
+    def was_cleaned(self, p: Leg) -> bool:
+        """Whether a clean-up request gave the leg's blocks back: D turned the request down."""
+        return (text_key(p.engine), p.key) in self._cleaned
+
+    def was_read_late(self, leg: Leg) -> bool:
+        """Whether P's blocks were read after they had been given back."""
+        return (
+            leg.released_late
+            or (text_key(leg.engine), leg.key) in self._read_late
+            or (leg.is_decode and (leg.remote_engine, leg.remote_request) in self._read_late)
+        )
 
     def forget_ring(self, source: Source) -> None:
         """Drop a gone ring from memory once nothing of it is live."""
@@ -390,7 +452,7 @@ class Joiner:
             self.texts.pop(key, None)
         self._spent_texts.clear()
         if len(self.texts) > MAX_TEXTS:
-            self.texts = {text_key(engine): engine for engine in self._engines}
+            self.texts = STATUSES | {text_key(engine): engine for engine in self._engines}
         out: list[Request] = []
         if final or now_ns >= self._next_scan_ns:
             self._next_scan_ns = now_ns + QUIET_SCAN_NS
@@ -404,7 +466,11 @@ class Joiner:
             request.due_ns = 0
             due = self._due_ns(request)
             if final or due <= now_ns:
-                out.extend(self._release(request))
+                joined = self._infer(request)
+                if joined is None:
+                    out.extend(self._release(request))
+                elif final:
+                    self._schedule(joined, now_ns)
             elif self.is_complete(request):
                 self._schedule(request, due)
         while len(self._live) > MAX_LIVE:
@@ -441,8 +507,11 @@ class Joiner:
     def _due_ns(self, request: Request) -> int:
         if self.is_complete(request):
             return request.fed_ns + (SETTLE_NS if self._has_all_legs(request) else UNJOINED_NS)
-        gone = any(self.engine_gone(leg.engine) for leg in request.legs())
-        return request.fed_ns + (LOST_QUIET_NS if gone else QUIET_NS)
+        legs = request.legs()
+        if any(self.is_gone(leg) for leg in legs):
+            return request.fed_ns + LOST_QUIET_NS
+        works = any(leg.arrived_ns is not None and not leg.finished for leg in legs)
+        return request.fed_ns + (LONG_QUIET_NS if works else QUIET_NS)
 
     def _has_all_legs(self, request: Request) -> bool:
         if request.p is not None and request.d:
@@ -460,11 +529,12 @@ class Joiner:
         self._due_count += 1
         heapq.heappush(self._due, (due_ns, self._due_count, request))
 
-    def _touch(self, leg: Leg, t_ns: int) -> None:
-        request = leg.request
-        request.fed_ns = self._now_ns
-        if t_ns > leg.last_event_ns:
-            leg.last_event_ns = t_ns
+    def _touch(self, leg: Leg, source: Source, t_ns: int) -> None:
+        leg.request.fed_ns = self._now_ns
+        if source.engine == leg.engine:
+            leg.boot, leg.source = source.boot, source
+            if t_ns > leg.last_event_ns:
+                leg.last_event_ns = t_ns
 
     def _check(self, request: Request) -> None:
         """Put a request that may just have become complete on the list of those to be released."""
@@ -474,11 +544,9 @@ class Joiner:
                 self._schedule(request, due_ns)
 
     def _release(self, request: Request) -> list[Request]:
-        """Take a request out of memory; with it the one it is joined to by inference."""
-        if request.p is None or not request.d:
-            self._infer(request)
+        """Take a request out of memory."""
         legs = request.legs()
-        if all((leg.flags or 0) & ev.FLAG_CLEANUP for leg in legs):
+        if all(leg.is_cleanup for leg in legs):
             self.cleanups += 1
             released = []
         else:
@@ -487,7 +555,7 @@ class Joiner:
         self._live.pop(request, None)
         for leg in legs:
             leg.request_id = leg.request_id or self.text(leg.key)
-            self._spent_texts += (leg.key, leg.remote_request, leg.transfer_id, leg.trace)
+            self._spent_texts += (leg.key, leg.remote_request, leg.transfer_id)
             if self._legs.get((leg.engine, leg.key)) is leg:
                 del self._legs[leg.engine, leg.key]
             self._remembered[leg.engine, leg.key] = (
@@ -496,11 +564,15 @@ class Joiner:
                 request.turn,
                 leg.last_event_ns,
             )
-            if leg.transfer_id and self._transfer_ids.get(leg.transfer_id) is leg:
-                del self._transfer_ids[leg.transfer_id]
+            if leg.transfer_id:
+                _forget(self._transfer_ids, leg.transfer_id, leg)
+            if leg.is_prefill or leg.is_decode:
+                _forget(self._clients, client_id(leg.request_id), leg)
             if leg.remote_request:
-                self._awaited.pop((leg.remote_engine, leg.remote_request), None)
-                self._named.pop((leg.remote_engine, leg.remote_request), None)
+                peer = (leg.remote_engine, leg.remote_request)
+                _forget(self._awaited, peer, leg)
+                if self._named.get(peer) is leg:
+                    del self._named[peer]
         while len(self._remembered) > MAX_REMEMBERED:
             self._remembered.popitem(last=False)
         return released
@@ -511,10 +583,10 @@ class Joiner:
         """The leg an event speaks of, new if need be; None for a straggler of a stored request."""
         leg = self._legs.get((engine, key))
         if leg is not None:
-            if source.engine == engine:
-                leg.boot = source.boot
-            self._touch(leg, event[2])
+            self._touch(leg, source, event[2])
             return leg
+        if not key:
+            return None  # the worker could not tell whose it was
         if (engine, key) in self._remembered:
             self.stragglers += 1
             return None
@@ -523,7 +595,7 @@ class Joiner:
         request.d.append(leg)
         self._legs[engine, key] = leg
         self._live[request] = None
-        self._touch(leg, event[2])
+        self._touch(leg, source, event[2])
         for waiting in self._awaited.pop((text_key(engine), key), ()):
             self._join(leg, waiting, "remote id")
         return leg
@@ -537,6 +609,8 @@ class Joiner:
     def _join(self, p: Leg, d: Leg, how: str) -> None:
         into, other = p.request, d.request
         if into is other:
+            if into.joined_by:
+                into.joined_by = min(into.joined_by, how, key=_HOW.index)
             return
         if into.p is None:
             self._set_prefill(p)
@@ -556,48 +630,51 @@ class Joiner:
         if peer is not None and peer is not leg:
             self._join(peer, leg, "remote id")
         else:
-            waiting = self._awaited.setdefault((leg.remote_engine, leg.remote_request), [])
-            if leg not in waiting:
-                waiting.append(leg)
+            self._awaited.setdefault((leg.remote_engine, leg.remote_request), {})[leg] = None
 
-    def _infer(self, request: Request) -> None:
-        """Last resort: the one live request whose missing leg carries the same client id."""
+    def _infer(self, request: Request) -> Request | None:
+        """Last resort: join a request to the one whose missing leg carries the same client id, if there is
+        exactly one P leg and one D leg of that id."""
         leg = request.p or request.d[0]
-        if not leg.request_id or not (leg.is_prefill or leg.is_decode):
-            return
-        name = client_id(leg.request_id)
-        found = [
-            other
-            for other in self._live
-            if other is not request and (other.p is None) != (request.p is None) and len(other.legs()) == 1
-            for peer in other.legs()
-            if peer.request_id and (peer.is_prefill or peer.is_decode) and client_id(peer.request_id) == name
-        ]
-        if len(found) == 1:
-            p = request.p or found[0].p
-            d = (request.d or found[0].d)[0]
-            if p is None or not self.is_complete(found[0]):
-                return
-            found[0].joined_by = request.joined_by = "client id"
-            self._live.pop(found[0], None)
-            request.p = p
-            request.d = [d]
-            p.request = d.request = request
+        if len(request.legs()) != 1 or not (leg.is_prefill or leg.is_decode) or leg.is_cleanup:
+            return None
+        alone = [x for x in self._clients.get(client_id(leg.request_id), ()) if len(x.request.legs()) == 1]
+        if len(alone) != 2 or leg not in alone or alone[0].is_prefill == alone[1].is_prefill:
+            return None
+        p, d = alone if alone[0].is_prefill else reversed(alone)
+        self._join(p, d, "client id")
+        return p.request if p.request is d.request else None
 
     def _chain(self, request: Request) -> None:
         """Place the request in its session: chained by the KV that P was offered from an earlier D leg."""
+        turns = [request]
+        while (earlier := self._earlier(turns[-1])) is not None and earlier not in turns[-2:]:
+            turns.append(earlier)
+            if earlier.session or len(turns) > MAX_TURNS:
+                break
+        for one in reversed(turns):
+            if not one.session:
+                self._place(one, offered=one is not request)
+
+    def _earlier(self, request: Request) -> Request | None:
+        """The request in memory whose D leg kept KV for this one."""
+        leg = self._legs.get(self._kept_by(request)) if request.p is not None else None
+        return None if leg is None or leg.request is request else leg.request
+
+    def _kept_by(self, request: Request) -> tuple[str, int]:
         p = request.p
-        if p is not None and (p.flags or 0) & (ev.FLAG_REUSE_OFFERED | ev.FLAG_REUSE_INCOMPLETE):
-            engine = self.texts.get(p.remote_engine, "")
-            earlier = self._legs.get((engine, p.remote_request))
-            if earlier is not None and earlier.request is not request:
-                self._chain(earlier.request)
-                request.session, request.turn = earlier.request.session, earlier.request.turn + 1
-            else:
-                known = self._remembered.get((engine, p.remote_request))
-                if known is not None and known[1]:
-                    request.session, request.turn = known[1], known[2] + 1
-        if not request.session and any(leg.lease for leg in request.d):
+        if p is None or not (p.flags or 0) & (ev.FLAG_REUSE_OFFERED | ev.FLAG_REUSE_INCOMPLETE):
+            return "", 0
+        return self.texts.get(p.remote_engine, ""), p.remote_request
+
+    def _place(self, request: Request, offered: bool) -> None:
+        earlier = self._earlier(request)
+        known = self._remembered.get(self._kept_by(request))
+        if earlier is not None and earlier.session:
+            request.session, request.turn = earlier.session, earlier.turn + 1
+        elif known is not None:
+            request.session, request.turn = known[1] or known[0], (known[2] or 1) + 1
+        elif offered or any(leg.lease for leg in request.d):
             request.session, request.turn = request.id, 1
 
     # --- handlers: scheduler ---------------------------------------------------------------------
@@ -605,7 +682,7 @@ class Joiner:
     def _arrived(self, source: Source, event: Event) -> None:
         seq, _, t_ns, key, args = event
         known = self._legs.get((source.engine, key))
-        if known is not None and known.finished_ns is not None and t_ns > known.finished_ns:
+        if known is not None and t_ns > (known.finished_ns or known.arrived_ns or t_ns):
             self._schedule(known.request, 1)  # an id used again: the earlier request is over
             del self._legs[source.engine, key]
         remembered = self._remembered.get((source.engine, key))
@@ -626,10 +703,15 @@ class Joiner:
             leg.remote_tokens,
             leg.transfer_id,
             leg.session,
-            leg.trace,
-        ) = args[:9]
+        ) = args[:8]
+        leg.trace = self.texts.get(args[8], "")
         if not 0 <= t_ns - leg.arrival_ns <= MAX_FRONTEND_NS:
             leg.arrival_ns = None  # the wall clock was stepped in between: then it tells nothing
+        if leg.is_cleanup:
+            _note(self._cleaned, (leg.remote_engine, leg.remote_request))
+            return
+        if leg.is_prefill or leg.is_decode:
+            self._clients.setdefault(client_id(leg.request_id), {})[leg] = None
         if leg.is_prefill:
             self._set_prefill(leg)
             named = self._named.pop((text_key(source.engine), key), None)
@@ -638,10 +720,11 @@ class Joiner:
         elif leg.is_decode and leg.remote_request:
             self._await_peer(leg)
         if leg.transfer_id:
-            peer = self._transfer_ids.setdefault(leg.transfer_id, leg)
-            if peer is not leg and peer.is_prefill != leg.is_prefill:
-                p, d = (leg, peer) if leg.is_prefill else (peer, leg)
-                self._join(p, d, "transfer id")
+            sharing = self._transfer_ids.setdefault(leg.transfer_id, {})
+            sharing[leg] = None
+            for peer in sharing:
+                if peer.is_prefill != leg.is_prefill:
+                    self._join(*((leg, peer) if leg.is_prefill else (peer, leg)), "transfer id")
 
     def _considered(self, source: Source, event: Event) -> None:
         leg = self._leg(source.engine, event[3], source, event)
@@ -660,8 +743,7 @@ class Joiner:
         if leg is not None and event[2] not in leg.scheduled_ns:
             leg.scheduled_ns.append(event[2])
             leg.preemptions = max(leg.preemptions, event[4][3])
-            if event[4][4]:
-                leg.deferred_ns = event[4][4]
+            leg.deferred_ns = _past(event[4][4], event[2]) or leg.deferred_ns
 
     def _chunk(self, source: Source, event: Event) -> None:
         leg = self._leg(source.engine, event[3], source, event)
@@ -745,7 +827,7 @@ class Joiner:
         side = leg.rank(source.rank)
         side.handshake_waited_ns = min(event[2], side.handshake_waited_ns or event[2])
         link = (source.engine, source.rank, event[4][0])
-        self._handshake_waits.setdefault(link, deque(maxlen=256)).append(side)
+        _latest(self._handshake_waits, link, 1024).append(side)
         for finished_ns in self._handshakes_finished.get(link, ()):
             _handshake_ended(side, finished_ns)
 
@@ -753,10 +835,11 @@ class Joiner:
         seq, _, t_ns, _, args = event
         peer, started_ns, ok, has_offset, offset_ns = args[:5]
         link = (source.engine, source.rank, peer)
-        self._handshakes_finished.setdefault(link, deque(maxlen=64)).append(t_ns)
+        _latest(self._handshakes_finished, link, 64).append(t_ns)
         for side in self._handshake_waits.get(link, ()):
             _handshake_ended(side, t_ns)
         name = self.text(peer)
+        started_ns = t_ns if _past(started_ns, t_ns) is None else started_ns
         self.handshakes.append(
             Handshake(
                 uid(source.ring_id, seq),
@@ -768,9 +851,9 @@ class Joiner:
                 offset_ns if has_offset else None,
             )
         )
-        if has_offset:
-            boots = {s.boot for s in self.sources.values() if s.engine == name}
-            for boot in boots:
+        if has_offset and abs(offset_ns) < LIMIT_NS:
+            _note(self._offsets, (source.boot, name), (offset_ns, t_ns - started_ns))
+            for boot in {s.boot for s in self.sources.values() if s.engine == name}:
                 self.clocks.estimate(source.boot, boot, offset_ns, t_ns - started_ns)
 
     def _registration_sent(self, source: Source, event: Event) -> None:
@@ -782,7 +865,8 @@ class Joiner:
         engine = self.texts.get(event[4][0])
         leg = self._leg(engine, event[3], source, event) if engine else None
         if leg is not None:
-            leg.rank(source.rank).registration_received_ns = event[2]
+            side = leg.rank(source.rank)
+            side.registration_received_ns = max(event[2], side.registration_received_ns or 0)
 
     def _push_matched(self, source: Source, event: Event) -> None:
         p = self._leg(source.engine, event[3], source, event)
@@ -815,7 +899,8 @@ class Joiner:
         transfer = self._transfer(source, event)
         if transfer is not None:
             transfer.posted_ns = event[2]
-            _, write, transfer.begin_ns, done, peer = event[4][:5]
+            _, write, begin_ns, done, peer = event[4][:5]
+            transfer.begin_ns = _past(begin_ns, event[2])
             transfer.write = write == 1
             transfer.done_on_post = done == 1
             transfer.peer = self.text(peer)
@@ -823,17 +908,11 @@ class Joiner:
     def _transfer_done(self, source: Source, event: Event) -> None:
         transfer = self._transfer(source, event)
         if transfer is not None:
-            transfer.done_ns = event[2]
-            (
-                _,
-                transfer.last_poll_ns,
-                transfer.poll_ns,
-                transfer.start_ns,
-                transfer.post_us,
-                transfer.xfer_us,
-                transfer.bytes,
-                transfer.descriptors,
-            ) = event[4][:8]
+            t_ns, args = event[2], event[4]
+            transfer.done_ns = t_ns
+            transfer.last_poll_ns, transfer.poll_ns = _past(args[1], t_ns), _past(args[2], t_ns)
+            transfer.start_ns = _past(args[3], t_ns) or 0
+            transfer.post_us, transfer.xfer_us, transfer.bytes, transfer.descriptors = args[4:8]
 
     def _load_done(self, source: Source, event: Event) -> None:
         leg = self._leg(source.engine, event[3], source, event)
@@ -860,11 +939,21 @@ class Joiner:
 
     # --- handlers: leases, faults, samples -------------------------------------------------------
 
+    def _lease_leg(self, source: Source, event: Event) -> Leg | None:
+        """The leg of a lease; leases outlive their requests, so one that is stored is no straggler's."""
+        if (source.engine, event[3]) in self._remembered and (source.engine, event[3]) not in self._legs:
+            return None
+        return self._leg(source.engine, event[3], source, event)
+
     def _lease_armed(self, source: Source, event: Event) -> None:
         key = (source.engine, source.rank, event[3])
         if key not in self._leases:
-            self._leases[key] = Lease(uid(source.ring_id, event[0]), source, event[3], event[2], event[4][0])
-        leg = self._legs.get((source.engine, event[3]))
+            self._leases[key] = Lease(
+                uid(source.ring_id, event[0]), source, event[3], event[2], _deadline(event[4][0])
+            )
+            if len(self._leases) > MAX_LEASES:
+                self.ended_leases.append(self._leases.pop(next(iter(self._leases))))
+        leg = self._lease_leg(source, event)
         if leg is not None:
             leg.rank(source.rank).lease_armed_ns = event[2]
 
@@ -872,10 +961,10 @@ class Joiner:
         lease = self._leases.get((source.engine, source.rank, event[3]))
         if lease is not None:
             lease.renewals += 1
-            lease.deadline_ns = event[4][0]
+            lease.deadline_ns = _deadline(event[4][0])
             leg = self._legs.get((source.engine, event[3]))
             if leg is not None:
-                self._touch(leg, event[2])
+                self._touch(leg, source, event[2])
 
     def _end_lease(self, source: Source, event: Event, end: str) -> None:
         lease = self._leases.pop((source.engine, source.rank, event[3]), None)
@@ -889,13 +978,14 @@ class Joiner:
     def _lease_expired(self, source: Source, event: Event) -> None:
         self._end_lease(source, event, "expired")
         leg = self._legs.get((source.engine, event[3]))
-        if leg is not None and leg.is_prefill:
-            leg.failure = leg.failure or "lease expired"
+        if leg is not None:
+            leg.lease_expired = True
 
     def _notification_late(self, source: Source, event: Event) -> None:
         leg = self._legs.get((source.engine, event[3]))
         if leg is not None:
             leg.released_late = True
+        _note(self._read_late, (text_key(source.engine), event[3]))
         self._fail(source, event, "nixl", "read_after_expiry", self.text(event[3]), leg)
 
     def _failure(self, source: Source, event: Event) -> None:
@@ -911,12 +1001,48 @@ class Joiner:
         self._fail(source, event, "hook", self.text(event[4][0]), self.text(event[4][1]), None)
 
     def _fail(self, source: Source, event: Event, kind: str, name: str, detail: str, leg: Leg | None) -> None:
-        self.failures.append(
-            Failure(uid(source.ring_id, event[0]), event[2], source, kind, name, detail, leg)
-        )
+        number = uid(source.ring_id, event[0])
+        request_id = self.request_id_of(source.engine, event[3]) if leg is None and event[3] else None
+        self.failures.append(Failure(number, event[2], source, kind, name, detail, leg, request_id))
 
     def _sample(self, source: Source, event: Event) -> None:
         self.samples[source.ring_id] = (event[2], *event[4][:4])
+
+
+def _past(value_ns: int, t_ns: int) -> int | None:
+    """A moment that an event of time `t_ns` names, which lies before it; all else is no moment."""
+    return value_ns if 0 < value_ns <= t_ns else None
+
+
+def _deadline(value_ns: int) -> int:
+    return min(max(value_ns, 0), LIMIT_NS)
+
+
+def _latest(
+    table: dict[tuple[str, int, int], deque[Any]], link: tuple[str, int, int], size: int
+) -> deque[Any]:
+    """The latest things of a link; only so many links are kept."""
+    found = table.get(link)
+    if found is None:
+        found = table[link] = deque(maxlen=size)
+        if len(table) > MAX_LINKS:
+            del table[next(iter(table))]
+    return found
+
+
+def _note(notes: dict[Any, Any], key: Any, value: Any = None) -> None:
+    """Keep a note for long enough, not for ever."""
+    notes[key] = value
+    if len(notes) > MAX_NOTES:
+        del notes[next(iter(notes))]
+
+
+def _forget(table: dict[Any, dict[Leg, None]], key: Any, leg: Leg) -> None:
+    legs = table.get(key)
+    if legs is not None:
+        legs.pop(leg, None)
+        if not legs:
+            del table[key]
 
 
 def _handshake_ended(side: RankSide, finished_ns: int) -> None:
