@@ -9,18 +9,8 @@ from typing import Any
 
 from kvscope import events as ev
 from kvscope.attribution import Breakdown, Interval, Rates, attribute, wire_bounds
-from kvscope.join import (
-    SERVED,
-    Failure,
-    Handshake,
-    Joiner,
-    Lease,
-    Leg,
-    Request,
-    Source,
-    client_id,
-    fingerprint,
-)
+from kvscope.join import Joiner, client_id
+from kvscope.legs import SERVED, Failure, Handshake, Lease, Leg, Request, Source, fingerprint
 from kvscope.ring import Event, RingReader
 from kvscope.schema import BY_NAME, Table
 from kvscope.steps import OBSERVED, STEPS

@@ -38,7 +38,8 @@ def attributes(hook: Hook) -> tuple[str, str]:
 
 
 def timed(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of an `Observer` whose time is added to its `hook_ns`."""
+    """A method of an `Observer` whose time is added to its `hook_ns`: the real work of an `each_step` hook.
+    That of all other hooks is added by their overrides."""
 
     @wraps(method)
     def accounted(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,13 +70,6 @@ class Observer:
             for name in attributes(hook):
                 if hasattr(self, name) and _must_raise(hook):
                     setattr(self, name, _raiser(hook.name))
-
-    def __init_subclass__(cls) -> None:
-        """Account for the time of the hooks that the subclass defines."""
-        for hook in HOOKS:
-            for name in attributes(hook):
-                if name in vars(cls) and not hook.each_step:
-                    setattr(cls, name, timed(vars(cls)[name]))
 
     def failed(self, name: str, hook: Hook, error: Exception) -> None:
         """Account for the hook `name` having raised. Never raises."""
@@ -168,17 +162,22 @@ def _override(stock: Any, hook: Hook, observer: type[Observer]) -> Callable[...,
     raise TypeError(f"{observer.__name__} does not listen to {hook.name}")
 
 
-# The three forms repeat the guarded call: a function shared by them would cost a frame at each call.
+# The three forms repeat the guarded and timed call: a function shared by them would cost a frame each time.
 
 
 def _before(stock: Any, hook: Hook, name: str) -> Callable[..., Any]:
+    accounts = not hook.each_step
+
     @wraps(stock)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         observer = self._kvscope
         listen = getattr(observer, name)
         if listen is not None:
             try:
+                begin_ns = monotonic_ns() if accounts else 0
                 listen(self, *args, **kwargs)
+                if accounts:
+                    observer.hook_ns += monotonic_ns() - begin_ns
             except Exception as error:
                 observer.failed(name, hook, error)
         return stock(self, *args, **kwargs)
@@ -187,6 +186,8 @@ def _before(stock: Any, hook: Hook, name: str) -> Callable[..., Any]:
 
 
 def _after(stock: Any, hook: Hook, name: str) -> Callable[..., Any]:
+    accounts = not hook.each_step
+
     @wraps(stock)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = stock(self, *args, **kwargs)
@@ -194,7 +195,10 @@ def _after(stock: Any, hook: Hook, name: str) -> Callable[..., Any]:
         listen = getattr(observer, name)
         if listen is not None:
             try:
+                begin_ns = monotonic_ns() if accounts else 0
                 listen(self, result, *args, **kwargs)
+                if accounts:
+                    observer.hook_ns += monotonic_ns() - begin_ns
             except Exception as error:
                 observer.failed(name, hook, error)
         return result
@@ -204,6 +208,7 @@ def _after(stock: Any, hook: Hook, name: str) -> Callable[..., Any]:
 
 def _around(stock: Any, hook: Hook, before: str, after: str) -> Callable[..., Any]:
     """`after` gets what `before` returned, and is also called (with no result) when vLLM's method raised."""
+    accounts = not hook.each_step
 
     @wraps(stock)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -212,7 +217,10 @@ def _around(stock: Any, hook: Hook, before: str, after: str) -> Callable[..., An
         listen = getattr(observer, before)
         if listen is not None:
             try:
+                begin_ns = monotonic_ns() if accounts else 0
                 memo = listen(self, *args, **kwargs)
+                if accounts:
+                    observer.hook_ns += monotonic_ns() - begin_ns
             except Exception as error:
                 observer.failed(before, hook, error)
         try:
@@ -222,7 +230,10 @@ def _around(stock: Any, hook: Hook, before: str, after: str) -> Callable[..., An
             listen = getattr(observer, after)
             if listen is not None:
                 try:
+                    begin_ns = monotonic_ns() if accounts else 0
                     listen(self, memo, result, *args, **kwargs)
+                    if accounts:
+                        observer.hook_ns += monotonic_ns() - begin_ns
                 except Exception as error:
                     observer.failed(after, hook, error)
 

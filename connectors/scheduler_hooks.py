@@ -56,24 +56,29 @@ class SchedulerHooks(Observer):
         now_ns, wall_ns = monotonic_ns(), time_ns()
         # vLLM changes these parameters later on.
         params = request.kv_transfer_params or {}
+        given = params.get
         flags = leg_flags(params)
         if getattr(request, "abort_immediately", False):
             flags |= events.FLAG_CLEANUP
         text = self.text
+        engine, peer, transfer = given("remote_engine_id"), given("remote_request_id"), given("transfer_id")
+        session = getattr(request, "session_id", None)
         trace = getattr(request, "trace_headers", None)
-        remote_tokens = params.get("remote_num_tokens")
-        self.legs[request.request_id] = Leg(flags)
+        remote_tokens = given("remote_num_tokens")
+        request_id = request.request_id
+        self.legs[request_id] = Leg(flags)
+        # Most requests have few of the ids: what is not there costs no call.
         self.record(
             events.REQUEST_ARRIVED,
-            text(request.request_id),
+            text(request_id),
             now_ns - (wall_ns - int(request.arrival_time * 1e9)),
             flags,
             request.num_prompt_tokens,
-            text(_id(params.get("remote_engine_id"))),
-            text(_id(params.get("remote_request_id"))),
+            text(_id(engine)) if engine is not None else 0,
+            text(_id(peer)) if peer is not None else 0,
             UNKNOWN if remote_tokens is None else remote_tokens,
-            text(_id(params.get("transfer_id"))),
-            text(_id(getattr(request, "session_id", None))),
+            text(_id(transfer)) if transfer is not None else 0,
+            text(_id(session)) if session is not None else 0,
             text(_id(trace.get("traceparent"))) if trace else 0,
             UNKNOWN if request.max_tokens is None else request.max_tokens,
         )
@@ -105,7 +110,7 @@ class SchedulerHooks(Observer):
         if leg is None:
             return
         # Under MultiConnector a child that was not chosen is shown no blocks.
-        held = sum(len(group) for group in blocks.blocks) or UNKNOWN
+        held = sum(map(len, blocks.blocks)) or UNKNOWN
         attempts, leg.attempts = leg.attempts, 0
         if num_external_tokens > 0:
             leg.remote_tokens = num_external_tokens
@@ -227,7 +232,7 @@ class SchedulerHooks(Observer):
         output_tokens = request.num_output_tokens
         if waiting is not None and output_tokens:
             self.record(events.FIRST_TOKEN, key, output_tokens)
-        blocks = len(block_ids) if isinstance(block_ids, list) else sum(len(group) for group in block_ids)
+        blocks = len(block_ids) if isinstance(block_ids, list) else sum(map(len, block_ids))
         self.record(
             events.REQUEST_FINISHED,
             key,

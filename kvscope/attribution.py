@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvscope.clock import Clocks
-from kvscope.join import Leg, RankSide, Request, Transfer
+from kvscope.legs import Leg, RankSide, Request, Transfer
 from kvscope.steps import BY_NAME, ESTIMATED, HOOK, NOT_OBSERVED, POLL, TELEMETRY, Step
 
 

@@ -180,7 +180,8 @@ class RingWriter:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _reserve(self._fd, size, directory)
-            self._map = mapped = mmap.mmap(self._fd, size)
+            # With its pages: else every 32nd event would wait for a page fault.
+            self._map = mapped = mmap.mmap(self._fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             fixed = _HEADER.pack(
                 MAGIC,
                 events.VERSION,

@@ -13,7 +13,8 @@ from kvscope import events as ev
 from kvscope.attribution import Breakdown, Rates, attribute
 from kvscope.clock import Clocks
 from kvscope.demo.simulate import BYTES_PER_NS, MS, SimulatedRing, Simulation, Truth
-from kvscope.join import Joiner, Request, client_id
+from kvscope.join import Joiner, client_id
+from kvscope.legs import Request
 from kvscope.ring import Event
 from kvscope.steps import CAPACITY, COMPUTE, COORDINATION, TRANSFER, UNKNOWN
 
