@@ -19,7 +19,7 @@ from pathlib import Path
 
 import httpx
 
-from kvscope.demo import supervise
+from kvscope.demo import supervise, taming
 from kvscope.demo.engines import (
     BIDIRECTIONAL,
     DECODE,
@@ -109,6 +109,7 @@ def router(started: Sequence[Engine], folder: Path, sequential: bool = False) ->
     try:
         url = f"http://127.0.0.1:{port}"
         _wait_for_router(url, process, log)
+        taming.favour(supervise.descendants(process.pid)[0])
         yield url
     finally:
         assert process.stdin

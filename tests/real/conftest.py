@@ -56,6 +56,8 @@ class Scene:
     """The main load, sent once through the instrumented pair when the scene was set."""
     before: dict[str, str] = field(default_factory=dict)
     """Each engine's /metrics before the main load."""
+    after: str = ""
+    """/metrics of the engine that posts the transfers, after the main load."""
     urls: dict[tuple[str, str], str] = field(default_factory=dict)
 
     @property
@@ -117,6 +119,11 @@ def scene_of(
             scene.before = {name: engine.metrics() for name, engine in started.items()}
             with _paused(engine for name, engine in started.items() if name.startswith("stock-")):
                 scene.results = scene.send(load)
+            poster = started["p" if mode == "push" else "d"]
+            count, before = "vllm:nixl_xfer_time_seconds_count", scene.before[poster.spec.name]
+            moved = metric(before, count) + len(scene.results)
+            wait_until(lambda: metric(poster.metrics(), count) >= moved, what="vLLM's counters")
+            scene.after = poster.metrics()
         yield scene
 
 
@@ -135,11 +142,11 @@ def _paused(idle: Iterable[Engine]) -> Iterator[None]:
 
 def specs_of(mode: str, stock: bool = True) -> list[EngineSpec]:
     """An instrumented pair `p`, `d`, and a stock pair `stock-p`, `stock-d`."""
-    found = []
-    for name, role, arguments in (("p", PREFILL, ()), ("d", DECODE, OWN_METRICS)):
-        found.append(EngineSpec(name, role, mode, instrumented=True, arguments=arguments))
-        if stock:
-            found.append(EngineSpec(f"stock-{name}", role, mode, arguments=arguments))
+    roles = (("p", PREFILL, ()), ("d", DECODE, OWN_METRICS))
+    # The pair side by side: engines take the cores in turn, and P and D must not share one.
+    found = [EngineSpec(name, role, mode, instrumented=True, arguments=more) for name, role, more in roles]
+    if stock:
+        found += [EngineSpec(f"stock-{name}", role, mode, arguments=more) for name, role, more in roles]
     return found
 
 
