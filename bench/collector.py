@@ -4,7 +4,7 @@ The load is SIMULATED (kvscope.demo.simulate). The rings are written first; then
 one CPU, reads them into an empty store, and the clock stops when the last row is committed. On a machine
 with other work the figure per CPU second is the one to compare: it counts all threads, DuckDB's too.
 
-    python bench/collector.py [--requests 20000] [--profile]
+    python bench/collector.py [--json] [--requests 20000] [--profile]
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from kvscope.collectors.daemon import Collector
 from kvscope.collectors.rings import Rings
@@ -27,17 +28,30 @@ from kvscope.demo.simulate import Fleet
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="events/s from ring to committed row, on a simulated load")
-    parser.add_argument("--requests", type=int, default=20000)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--requests", type=int, default=20000, help="requests (default 20000)")
     parser.add_argument("--profile", action="store_true", help="where the collecting thread's time went")
     arguments = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="kvscope-bench-"))
     try:
-        print(json.dumps(_run(work, arguments.requests, arguments.profile), indent=2))
+        found = _run(work, arguments.requests, arguments.profile)
     finally:
         shutil.rmtree(work)
+    if arguments.json:
+        print(json.dumps({"collector": found}, indent=2))
+        return
+    print(
+        f"collector, {found['load']}: {found['events_per_cpu_s']:,} events per CPU second, "
+        f"{found['events_per_wall_s']:,} per second on one core, "
+        f"{found['store_bytes_per_request']:.0f} bytes per request in the store"
+    )
+    print(
+        f"  {found['events']:,} events of {found['requests']:,} requests, {found['lost']} lost; "
+        f"commit {found['commit_ms_p50']} ms at the median, {found['commit_ms_max']} at most"
+    )
 
 
-def _run(work: Path, requests: int, profile: bool) -> dict[str, object]:
+def _run(work: Path, requests: int, profile: bool) -> dict[str, Any]:
     rings_dir = work / "rings"
     slots = 64 + 12 * (requests // 2)
     fleets = [Fleet(rings_dir, mode, slots, seed) for seed, mode in enumerate(("push", "pull"))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -200,10 +201,10 @@ class Daemon:
         self._attempt(self._collector.finish)
         self._collector.rings.close()
 
-    def _attempt(self, step: Any) -> int:
+    def _attempt(self, step: Callable[[], int]) -> int:
         """One step, however it ends: the daemon goes on."""
         try:
-            moved: int = step() or 0
+            moved = step()
         except (KvscopeError, duckdb.Error, OSError) as error:
             self._report(str(error).splitlines()[0])
             self._stopping.wait(IDLE_MAX_S)

@@ -128,10 +128,6 @@ class Pipeline:
             "stragglers": joiner.stragglers,
         }
 
-    def rejected(self, reader: RingReader) -> int:
-        """Events of a ring that this vocabulary does not know."""
-        return self.joiner.rejected.get(reader.ring_id.bytes, 0)
-
     # --- rows ------------------------------------------------------------------------------------
 
     def _stored_before(self, request: Request) -> bool:

@@ -15,6 +15,7 @@ from kvscope.collectors.daemon import Collector
 from kvscope.collectors.rings import Rings
 from kvscope.collectors.store import Store
 from kvscope.errors import KvscopeError
+from kvscope.ring import ring_paths
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,6 +61,7 @@ def recover(directory: Path, db: Path) -> dict[str, Any]:
     """
     if not directory.is_dir():
         raise KvscopeError(f"{directory}: no such directory")
+    ring_paths(directory)  # says it if it may not be listed
     store = Store(db)
     rings = Rings(directory, store)
     try:

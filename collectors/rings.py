@@ -6,6 +6,7 @@ only; the store drops what it has. Loss is counted once: what an earlier daemon 
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import logging
 import os
@@ -19,6 +20,7 @@ import msgspec
 from kvscope.collectors.store import Position, Row, Store
 from kvscope.errors import KvscopeError
 from kvscope.events import ENGINE_STOPPED, VOCABULARY
+from kvscope.join import LIMIT_NS
 from kvscope.ring import SUFFIX, Event, RingError, RingReader
 
 logger = logging.getLogger(__name__)
@@ -72,7 +74,7 @@ class Tail:
         self.read += reader.read - read
         self.lost += reader.lost - lost
         self.torn += reader.torn - torn
-        self.rejected += sum(e.kind not in VOCABULARY for e in found[replayed:])
+        self.rejected += sum(e.kind not in VOCABULARY or e.t_ns >= LIMIT_NS for e in found[replayed:])
         if found:
             self.last_event_ns = reader.wall_ns + found[-1].t_ns - reader.mono_ns
             self.orderly = self.orderly or any(e.kind == ENGINE_STOPPED for e in found[-8:])
@@ -273,9 +275,8 @@ class Rings:
         return tail
 
     def _expect_again(self, path: Path, reader: RingReader) -> None:
-        probe = RingReader(path)
-        first = next(iter(probe.events()), None)
-        probe.close()
+        with contextlib.closing(RingReader(path)) as probe:
+            first = next(probe.events(), None)
         since_ns = reader.wall_ns + (first.t_ns - reader.mono_ns if first is not None else 0)
         self._store.expect_again(reader.about.engine_id, since_ns)
 

@@ -90,7 +90,8 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=128)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise KvscopeError(
-            f"can't listen on {host}:{port}: {error.strerror or error}; choose another with --host and --port"
+            f"can't listen on {host}:{port}: {reason}; choose another with --host and --port"
         ) from None

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
+import secrets
 import threading
 import time
 import weakref
@@ -218,9 +220,9 @@ class Store:
         Raises:
             StoreError: `path` exists or can't be written.
         """
-        if path.exists():
+        if os.path.exists(path):  # False too where it can't be seen: the copy then says why
             raise StoreError(f"{path}: exists; name a new file for the snapshot")
-        draft = path.with_name(path.name + ".part")
+        draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
         try:
             with self.cursor() as source, duckdb.connect(str(draft)) as target:
                 source.begin()
@@ -235,8 +237,9 @@ class Store:
         except (duckdb.Error, OSError) as error:
             raise StoreError(_explain(path, error)) from None
         finally:
-            draft.unlink(missing_ok=True)
-            draft.with_name(draft.name + ".wal").unlink(missing_ok=True)
+            for left in (draft, draft.with_name(draft.name + ".wal")):
+                with contextlib.suppress(OSError):
+                    left.unlink()
 
     def status(self) -> dict[str, Any]:
         with self._changed:
@@ -314,13 +317,13 @@ class Store:
             )
             database.commit()
             return
-        if "meta" not in tables:
-            raise StoreError(f"{self.path}: a DuckDB file, but no kvscope store; name another with --store")
+        if not {"meta", *schema.BY_NAME} <= tables:
+            raise StoreError(f"{self.path}: a DuckDB file, but no kvscope store; name another file")
         found = dict(database.execute("SELECT key, value FROM meta").fetchall())
         if found.get("schema_version") != str(schema.VERSION):
             raise StoreError(
                 f"{self.path}: store version {found.get('schema_version')} (made by {found.get('made_by')}), "
-                f"kvscope {__version__} writes version {schema.VERSION}; name another file with --store"
+                f"kvscope {__version__} writes version {schema.VERSION}; name another file"
             )
 
     def _read_positions(self) -> dict[str, Position]:
@@ -545,7 +548,7 @@ def _explain(path: Path, error: Exception) -> str:
     holder = re.search(r"\(PID (\d+)\)", text)
     if "Could not set lock" in text:
         who = f"process {holder[1]}" if holder else "another process"
-        return f"{path}: {who} has this store open; stop it, or name another file with --store"
+        return f"{path}: {who} has this store open; stop it, or name another file"
     if isinstance(error, OSError):
         return f"{error.filename or path}: {error.strerror or error}"
     for sign in ("No space left", "File too large", "Disk quota exceeded"):
@@ -553,5 +556,7 @@ def _explain(path: Path, error: Exception) -> str:
             return f"{path}: the disk is full ({sign.lower()}); free some space"
     for sign in ("Permission denied", "Read-only file system", "Operation not permitted"):
         if sign in text:
-            return f"{path}: can't be written ({sign.lower()}); name another with --store"
+            return f"{path}: can't be written ({sign.lower()}); name another file"
+    if "not a valid DuckDB" in text:
+        return f"{path}: not a valid DuckDB file; name another file"
     return f"{path}: {text}"

@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import Any
 
 from kvscope import __version__
-from kvscope.ring import About, boot_id, python_version
+from kvscope.ring import About, boot_id
 
 LABEL = "KVSCOPE_LABEL"
 MAX_CHARS = 256
@@ -20,6 +20,7 @@ _SECRET = re.compile(r"secret|passw|credential|token|auth|cookie|_key$|^key$|api
 
 _CONFIG = {
     "model_path": "model_config.model",
+    "model_revision": "model_config.revision",
     "dtype": "model_config.dtype",
     "max_model_len": "model_config.max_model_len",
     "kv_connector": "kv_transfer_config.kv_connector",
@@ -86,7 +87,7 @@ def fingerprint(
         vllm=vllm_version(),
         nixl=_version_of("nixl", "nixl-cu12", "nixl-cu13", "nixl_rocm"),
         torch=_version_of("torch"),
-        python=python_version(),
+        python=platform.python_version(),
         connector=type(connector).__name__,
         transfer_mode=mode,
         extra_config=without_secrets(extra),

@@ -80,6 +80,7 @@ class Observer:
             off = count == FAILURES_ALLOWED
             if off:
                 setattr(self, name, None)
+                self.switched_off(name)
             text = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
             self.record(events.HOOK_FAILED, 0, self.text(hook.name), self.text(text), int(off))
             if off:
@@ -87,9 +88,16 @@ class Observer:
         except Exception as second:
             self.give_up(f"{type(second).__name__}: {second}")
 
+    def switched_off(self, name: str) -> None:
+        """The hook `name` is off from now on: nothing may be kept that it would have let go of."""
+
     def give_up(self, reason: str) -> None:
         """Stop recording for good: the recorder itself does not work."""
         switch_off(self)
+        with contextlib.suppress(Exception):
+            for hook in HOOKS:
+                for name in attributes(hook):
+                    self.switched_off(name)
         with contextlib.suppress(Exception):
             self.writer.stop(reason)
         with contextlib.suppress(Exception):

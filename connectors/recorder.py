@@ -23,11 +23,12 @@ def open_observer(kind: type[Observer], about: About) -> Observer | None:
     try:
         writer = RingWriter(directory, about, _slots())
     except Exception as error:
-        # A KvscopeError says what is wrong by itself; an OSError names the file.
+        # A KvscopeError says what to do by itself; an OSError names the file.
+        known = isinstance(error, KvscopeError)
+        hint = "" if known else f"; set KVSCOPE_DIR to a directory that can be written, not {directory}"
         logger.warning(
-            "kvscope: nothing is recorded in this process, vLLM is not affected: %s. "
-            "Rings go to %s (set KVSCOPE_DIR to a directory that can be written).", error, directory,
-        )  # fmt: skip
+            "kvscope: nothing is recorded in this process, vLLM is not affected: %s%s", error, hint
+        )
         return None
     observer = kind(writer)
     _forget_in_forks(observer)

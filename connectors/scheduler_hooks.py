@@ -52,6 +52,15 @@ class SchedulerHooks(Observer):
         self._sampled_steps = 0
         self._sampled_tokens = 0
 
+    def switched_off(self, name: str) -> None:
+        # Requests are let go of when they finish: without that hook none may be remembered.
+        if name.startswith("after_request_finished"):
+            self.before_on_new_request = None  # type: ignore[assignment, method-assign]
+            for kept in (self.legs, self.prefilling, self.awaiting_token):
+                kept.clear()
+            for ids in (self.loading, self.loaded, self.sending):
+                ids.clear()
+
     def before_on_new_request(self, connector: Any, request: Any) -> None:
         now_ns, wall_ns = monotonic_ns(), time_ns()
         # vLLM changes these parameters later on.
@@ -76,7 +85,7 @@ class SchedulerHooks(Observer):
             request.num_prompt_tokens,
             text(_id(engine)) if engine is not None else 0,
             text(_id(peer)) if peer is not None else 0,
-            UNKNOWN if remote_tokens is None else remote_tokens,
+            _number(remote_tokens),
             text(_id(transfer)) if transfer is not None else 0,
             text(_id(session)) if session is not None else 0,
             text(_id(trace.get("traceparent"))) if trace else 0,
@@ -266,6 +275,11 @@ def leg_flags(params: dict[str, Any]) -> int:
     if params.get("do_remote_prefill"):
         flags |= events.FLAG_REMOTE_PREFILL
     return flags
+
+
+def _number(value: Any) -> int:
+    """A count from outside; what is none must not make the hook fail."""
+    return value if type(value) is int and 0 <= value < 1 << 63 else UNKNOWN
 
 
 def _id(value: Any) -> str:

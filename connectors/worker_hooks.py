@@ -139,7 +139,8 @@ class WorkerHooks(Observer):
         current = self.current
         transfer = Transfer(self.next_transfer(), current.request, now_ns, NEVER_NS if self.write else now_ns)
         self.transfers[id(handle)] = transfer
-        current.posted += (transfer,)
+        if current.request:  # else nothing would empty it again
+            current.posted += (transfer,)
         self.record(
             events.TRANSFER_POSTED,
             self.text(current.request),

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import importlib.util
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -58,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.sequential and arguments.mode != "push":
         parser.error("--sequential is about push: pull and bidirectional are sequential by nature")
     say: Say = (lambda line: print(line, file=sys.stderr, flush=True)) if arguments.json else _say
+    signal.signal(signal.SIGTERM, _leave)
     try:
         with _folder() as folder:
             (_simulated if arguments.simulate else _real)(arguments, folder, say)
@@ -65,6 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         say("stopped; everything is gone")
         return 130
     return 0
+
+
+def _leave(number: int, frame: object) -> None:
+    """SIGTERM ends it as Ctrl-C does."""
+    raise KeyboardInterrupt
 
 
 def _count(value: str) -> int:

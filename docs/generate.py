@@ -233,7 +233,14 @@ def settings_page() -> str:
         for s in settings.listed()
     )
     head = ("Key", "Flag", "Environment", "Default", "Meaning")
-    return page("Settings", module_text(settings.__doc__), table(head, rows))
+    variables = ((code(name), doc) for name, doc in settings.ENGINE_VARIABLES.items())
+    return page(
+        "Settings",
+        module_text(settings.__doc__),
+        table(head, rows),
+        "## In the environment of the engines",
+        table(("Variable", "Meaning"), variables),
+    )
 
 
 def queries_page() -> str:

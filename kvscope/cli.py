@@ -53,9 +53,7 @@ COMMANDS = {
 
 _EXTRAS = {
     **dict.fromkeys(("duckdb", "pyarrow", "starlette", "uvicorn", "httpx", "anyio", "tomli"), "collector"),
-    **dict.fromkeys(
-        ("torch", "vllm", "nixl", "nixl_cu12", "psutil", "transformers", "tokenizers"), "engines"
-    ),
+    **dict.fromkeys(("torch", "vllm", "nixl", "nixl_cu12", "transformers", "tokenizers"), "engines"),
 }
 """Module to the extra that brings it."""
 

@@ -389,7 +389,7 @@ def _lease_notes(leases: Sequence[Row], request: Row) -> Iterator[str]:
 
 def _quality_notes(request: Row, engines: Sequence[Row]) -> Iterator[str]:
     joined = str(request.get("joined_by") or "")
-    if "inferred" in joined or joined == "client id":
+    if joined == "client id":
         yield "the legs were joined by the client's id alone: inferred, not certain"
     if joined in ("unjoined", "peer not instrumented", "single leg") and request.get("connector") != "local":
         yield f"one leg only ({joined}): the other engine's part of the time is unknown"

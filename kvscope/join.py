@@ -45,6 +45,8 @@ MAX_LEASES = 200_000
 """Leases held in memory; beyond it the end of the oldest counts as lost."""
 MAX_TURNS = 10_000
 """Turns of one session that may be in memory at once; beyond it they name each other in a circle."""
+MAX_PARTS = 1024
+"""Runs and preemptions of a leg, and its transfers per rank: no request has more, so more are left out."""
 MAX_NOTES = 10_000
 """What is kept of legs that may be stored before, or told of after, it is known."""
 MAX_LINKS = 4096
@@ -91,12 +93,10 @@ class Joiner:
         self.sources: dict[bytes, Source] = {}
         self._engines: set[str] = set()
         self.cleanups = 0
-        self.rejected: dict[bytes, int] = {}
         self.stragglers = 0
         self.ended_leases: list[Lease] = []
         self.handshakes: list[Handshake] = []
         self.failures: list[Failure] = []
-        self.samples: dict[bytes, tuple[int, ...]] = {}
         self._legs: dict[tuple[str, int], Leg] = {}
         self._live: OrderedDict[Request, None] = OrderedDict()
         self._due: list[tuple[int, int, Request]] = []
@@ -124,7 +124,7 @@ class Joiner:
             ev.REQUEST_CONSIDERED: self._considered,
             ev.BLOCKS_ALLOCATED: self._allocated,
             ev.REQUEST_SCHEDULED: self._scheduled,
-            ev.PREFILL_CHUNK: self._chunk,
+            ev.PREFILL_CHUNK: self._seen,
             ev.REQUEST_PREEMPTED: self._preempted,
             ev.PROMOTION_DEFERRED: self._deferred,
             ev.FIRST_TOKEN: self._first_token,
@@ -150,7 +150,6 @@ class Joiner:
             ev.NOTIFICATION_LATE: self._notification_late,
             ev.FAILURE: self._failure,
             ev.HOOK_FAILED: self._hook_failed,
-            ev.ENGINE_SAMPLE: self._sample,
         }
 
     # --- input -----------------------------------------------------------------------------------
@@ -177,8 +176,6 @@ class Joiner:
             handler = handlers.get(event[1])
             if handler is not None and 0 <= event[2] < LIMIT_NS:
                 handler(source, event)
-            elif handler is not None or event[1] not in ev.VOCABULARY:
-                self.rejected[source.ring_id] = self.rejected.get(source.ring_id, 0) + 1
 
     def ring_gone(self, source: Source, now_ns: int) -> None:
         """The ring's writer is gone and all it wrote was fed: what it held is lost."""
@@ -215,8 +212,6 @@ class Joiner:
     def forget_ring(self, source: Source) -> None:
         """Drop a gone ring from memory once nothing of it is live."""
         self.sources.pop(source.ring_id, None)
-        self.rejected.pop(source.ring_id, None)
-        self.samples.pop(source.ring_id, None)
 
     # --- output ----------------------------------------------------------------------------------
 
@@ -521,19 +516,17 @@ class Joiner:
 
     def _scheduled(self, source: Source, event: Event) -> None:
         leg = self._leg(source.engine, event[3], source, event)
-        if leg is not None and event[2] not in leg.scheduled_ns:
+        if leg is not None and event[2] not in leg.scheduled_ns and len(leg.scheduled_ns) < MAX_PARTS:
             leg.scheduled_ns.append(event[2])
             leg.preemptions = max(leg.preemptions, event[4][3])
             leg.deferred_ns = _past(event[4][4], event[2]) or leg.deferred_ns
 
-    def _chunk(self, source: Source, event: Event) -> None:
-        leg = self._leg(source.engine, event[3], source, event)
-        if leg is not None:
-            leg.chunks += 1
+    def _seen(self, source: Source, event: Event) -> None:
+        self._leg(source.engine, event[3], source, event)
 
     def _preempted(self, source: Source, event: Event) -> None:
         leg = self._leg(source.engine, event[3], source, event)
-        if leg is not None and event[2] not in leg.preempted_ns:
+        if leg is not None and event[2] not in leg.preempted_ns and len(leg.preempted_ns) < MAX_PARTS:
             leg.preempted_ns.append(event[2])
 
     def _deferred(self, source: Source, event: Event) -> None:
@@ -671,7 +664,7 @@ class Joiner:
         transfers = leg.rank(source.rank).transfers
         number = event[4][0]
         found = transfers.get(number)
-        if found is None:
+        if found is None and len(transfers) < MAX_PARTS:
             # Named by its number in its process: either of its two events may be the first to come.
             found = transfers[number] = Transfer(uid(source.ring_id, (1 << 62) + number), source.rank)
         return found
@@ -718,7 +711,7 @@ class Joiner:
         if leg is not None:
             leg.rank(source.rank).read_expired = True
 
-    # --- handlers: leases, faults, samples -------------------------------------------------------
+    # --- handlers: leases and faults -------------------------------------------------------
 
     def _lease_leg(self, source: Source, event: Event) -> Leg | None:
         """The leg of a lease; leases outlive their requests, so one that is stored is no straggler's."""
@@ -785,9 +778,6 @@ class Joiner:
         number = uid(source.ring_id, event[0])
         request_id = self.request_id_of(source.engine, event[3]) if leg is None and event[3] else None
         self.failures.append(Failure(number, event[2], source, kind, name, detail, leg, request_id))
-
-    def _sample(self, source: Source, event: Event) -> None:
-        self.samples[source.ring_id] = (event[2], *event[4][:4])
 
 
 def _past(value_ns: int, t_ns: int) -> int | None:

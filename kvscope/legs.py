@@ -109,7 +109,6 @@ class Leg:
     allocated_ns: int | None = None
     scheduled_ns: list[int] = field(default_factory=list)
     preempted_ns: list[int] = field(default_factory=list)
-    chunks: int = 0
     deferred_ns: int | None = None
     first_token_ns: int | None = None
     finished_ns: int | None = None

@@ -74,7 +74,6 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "~": operator.contains,
 }
 _FILTER = re.compile(r"\s*([a-z_]\w*)\s*(!=|>=|<=|=|>|<|~)(.*)", re.DOTALL)
-_INTEGERS = {"BIGINT", "UBIGINT", "UINTEGER", "USMALLINT"}
 
 
 class Listing(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -105,7 +104,9 @@ def parse_filter(text: str) -> Filter:
     if type_ == "VARCHAR":
         return Filter(name, operator_, value)
     if operator_ == "~":
-        raise UsageError(f"{name} is a number: ~ is for texts")
+        raise UsageError(f"{name} is no text, and ~ is for texts")
+    if type_ == "BOOLEAN" and value in ("true", "false"):
+        return Filter(name, operator_, int(value == "true"))
     try:
         if type_ == "DOUBLE":
             return Filter(name, operator_, float(value))
@@ -151,12 +152,8 @@ def list_requests(
             [since, *(one.value for one in filters), listing.limit],
         )
         rows = _dicts(cursor, in_flight=False)
-    stored = {row["id"] for row in rows}
-    for row in live:
-        if row["id"] not in stored and (row["arrived_at_ns"] or 0) >= since:
-            whole = {**row, **waits(row), "in_flight": True}
-            if all(one.matches(whole) for one in filters):
-                rows.append(whole)
+    recent = _live(live, rows, lambda row: (row["arrived_at_ns"] or 0) >= since)
+    rows += [row for row in recent if all(one.matches(row) for one in filters)]
     known = [row for row in rows if row[sort] is not None]
     known.sort(key=lambda row: row[sort], reverse=order == "DESC")
     rows = known + [row for row in rows if row[sort] is None]
@@ -257,6 +254,7 @@ def _dicts(cursor: duckdb.DuckDBPyConnection, **extra: object) -> list[Row]:
 def _live(
     live: Iterable[Mapping[str, Any]], found: Iterable[Row], matches: Callable[[Mapping[str, Any]], bool]
 ) -> list[Row]:
+    """Rows of requests that are not among the stored ones found, whole as those of `waits`."""
     stored = {row["id"] for row in found}
     return [
         {**row, **waits(row), "in_flight": row["outcome"] == "in flight"}

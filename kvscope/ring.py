@@ -30,7 +30,6 @@ import os
 import platform
 import stat
 import struct
-import sys
 import time
 import uuid
 import weakref
@@ -127,7 +126,7 @@ class RingError(KvscopeError):
 
 def default_directory() -> Path:
     """KVSCOPE_DIR, else a directory of this user in shared memory."""
-    return Path(os.environ.get("KVSCOPE_DIR") or f"/dev/shm/kvscope-{os.getuid()}")
+    return Path(os.environ.get("KVSCOPE_DIR") or f"/dev/shm/kvscope-{os.getuid()}").expanduser()
 
 
 def boot_id() -> str:
@@ -226,6 +225,8 @@ class RingWriter:
         known = self._texts.get(text)
         if known is not None and self._last_seq - known[1] < self._slots // _TEXT_AGAIN:
             return known[0]
+        if len(text) > MAX_TEXT_BYTES:
+            return self.text(text[:MAX_TEXT_BYTES])  # clients choose ids: none is remembered whole
         key = text_key(text)
         data = text.encode("utf-8", "replace")[:MAX_TEXT_BYTES]
         for chunk in range(0, len(data), CHUNK_BYTES):
@@ -587,7 +588,3 @@ def _is_stale_draft(path: Path) -> bool:
         return time.time() - path.lstat().st_mtime > _STALE_DRAFT_S
     except OSError:
         return False
-
-
-def python_version() -> str:
-    return ".".join(map(str, sys.version_info[:3]))

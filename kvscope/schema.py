@@ -1,4 +1,4 @@
-"""Tables of the store: the only definition of their columns. Parquet archives and docs follow it.
+"""Tables of the store: the only definition of their columns.
 
 Times are nanoseconds since the Unix epoch (`*_at_ns`), durations nanoseconds (`*_ns`). NULL is "not
 observed", never zero. Ids are unsigned 64-bit numbers that come out the same when a ring is read again.
@@ -138,7 +138,7 @@ TRANSFERS = Table(
     "transfers",
     "One row per NIXL transfer (a request has one per rank and direction).",
     (
-        Column("id", "UBIGINT", "Hash of ring and number of the transfer's first event"),
+        Column("id", "UBIGINT", "Hash of ring and the transfer's number in its process"),
         Column("request_id", "UBIGINT", "requests.id"),
         Column("posted_at_ns", "BIGINT", "When the post call returned"),
         Column("operation", "VARCHAR", "READ or WRITE"),

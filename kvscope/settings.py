@@ -47,7 +47,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         default_factory=default_store
     )
     host: Annotated[
-        str, Meta(description="Address the HTTP API listens on, and commands ask", min_length=1)
+        str,
+        Meta(
+            description="Address the HTTP API listens on, and commands ask. It has no passwords: whoever "
+            "reaches it can read everything and write snapshots",
+            min_length=1,
+        ),
     ] = "127.0.0.1"
     port: Annotated[int, Meta(description="Port of the HTTP API; 0 takes a free one", ge=0, le=65535)] = 9177
     retention_hours: Annotated[
@@ -66,6 +71,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="What the daemon logs to stderr")
     ] = "info"
+
+
+ENGINE_VARIABLES = {
+    "KVSCOPE_DIR": "directory of the rings, made when missing; the daemon's setting `dir`",
+    "KVSCOPE_ENABLE": "1 instruments vLLM's NIXL connectors where the connector's config can't be changed",
+    "KVSCOPE_LABEL": "kind of traffic, such as benchmark; empty is production",
+    "KVSCOPE_RING_SLOTS": "slots of each ring, 128 bytes each (default 65536); the oldest is overwritten",
+}
+"""What is read of an engine's environment, which no flag and no file sets."""
 
 
 class Setting(NamedTuple):
@@ -121,8 +135,9 @@ def load(arguments: argparse.Namespace, environment: Mapping[str, str] | None = 
     values = _from_file(getattr(arguments, "config", None), env)
     for name in _TYPES:
         variable = ENV_PREFIX + name.upper()
-        if env.get(variable):
-            values[name] = _value(name, env[variable], f"{variable} in the environment", text=True)
+        value = env.get(variable)
+        if value and not value.startswith("tcp://"):  # Kubernetes sets these beside a service `kvscope`
+            values[name] = _value(name, value, f"{variable} in the environment", text=True)
         flag = getattr(arguments, f"setting_{name}", None)
         if flag is not None:
             values[name] = _value(name, flag, _flag(name), text=True)

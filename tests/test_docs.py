@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -79,6 +80,12 @@ def test_every_table_column_setting_and_question_is_described() -> None:
     for question in query.questions().values():
         assert question.description.strip(), question.name
         assert all(doc.strip() for doc in question.columns.values()), question.name
+
+
+def test_every_variable_that_an_engine_reads_is_documented() -> None:
+    sources = [*(ROOT / "connectors").glob("*.py"), ROOT / "kvscope" / "ring.py"]
+    read = {name for path in sources for name in re.findall(r'"(KVSCOPE_\w+)"', path.read_text())}
+    assert read - {"KVSCOPE_TEST_RAISE"} == set(settings.ENGINE_VARIABLES)
 
 
 @pytest.mark.parametrize("doc", ["", "  "])

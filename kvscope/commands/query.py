@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif not text:
         raise UsageError("name a question or write SQL; `kvscope query --list` tells the questions")
     elif arguments.describe:
-        _describe(text)
+        _describe(text, format_)
     else:
         named = text.replace("_", "").isalnum()
         parameters = {p: value for p in PARAMETERS if (value := getattr(arguments, p)) is not None}
@@ -65,8 +65,11 @@ def _print_list(format_: str) -> None:
         print(table(("question", "about"), ((q.name, q.title) for q in questions().values())))
 
 
-def _describe(name: str) -> None:
+def _describe(name: str, format_: str) -> None:
     question = checked(name)
+    if format_ == "json":
+        print_json(question._asdict())
+        return
     print(f"{question.name}: {question.title}\n")
     print(textwrap.fill(question.description, 80))
     print("\nparameters")

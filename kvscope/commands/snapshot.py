@@ -12,11 +12,12 @@ import argparse
 from pathlib import Path
 
 from kvscope.client import Daemon
-from kvscope.commands import add_source_arguments, daemon_url
+from kvscope.commands import add_source_arguments, daemon_url, print_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="a new file, ending in .duckdb")
+    parser.add_argument("--json", action="store_true", help="print the file's path as JSON")
     add_source_arguments(parser, db=False)
 
 
@@ -24,5 +25,8 @@ def run(arguments: argparse.Namespace) -> int:
     daemon = Daemon(daemon_url(arguments))
     path = arguments.file.absolute()
     daemon.snapshot(path)
-    print(path)
+    if arguments.json:
+        print_json({"path": str(path)})
+    else:
+        print(path)
     return 0

@@ -63,7 +63,9 @@ def problems(status: Mapping[str, Any]) -> Iterator[str]:
     if refused := status["store"]["rows_refused"]:
         yield f"NOT STORED: {refused} rows whose values do not fit their columns"
     if faults := status["pipeline"]["faults"]:
-        yield f"NOT JOINED: {faults} batches of events that kvscope stumbled over; see the daemon's log"
+        yield f"NOT JOINED: {faults} events that kvscope stumbled over; see the daemon's log"
+    if untold := status["pipeline"]["untold"]:
+        yield f"NOT STORED: {untold} requests that kvscope could not make out; see the daemon's log"
 
 
 def status_text(status: Mapping[str, Any], wrong: Sequence[str]) -> str:

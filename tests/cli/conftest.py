@@ -91,7 +91,15 @@ def status(**changes: Any) -> dict[str, Any]:
             "commit_ms_max": 9.0,
             "error": "",
         },
-        "pipeline": {"events": 2000, "requests": 9, "joined": 8, "unjoined": 1, "live": 1, "faults": 0},
+        "pipeline": {
+            "events": 2000,
+            "requests": 9,
+            "joined": 8,
+            "unjoined": 1,
+            "untold": 0,
+            "live": 1,
+            "faults": 0,
+        },
     } | changes
 
 

@@ -276,6 +276,8 @@ def test_query_lists_and_describes(run: Run) -> None:
     assert all(name in listed for name in query.questions())
     described = run("query", "pairs", "--describe").stdout
     assert all(column in described for column in query.questions()["pairs"].columns)
+    question = json.loads(run("query", "pairs", "--describe", "--json").stdout)
+    assert question["columns"] == query.questions()["pairs"].columns
     assert {one["name"] for one in json.loads(run("query", "--list", "--json").stdout)} == set(
         query.questions()
     )
@@ -304,6 +306,8 @@ def test_a_snapshot_is_asked_for_with_an_absolute_path(run: Run, daemon: FakeDae
     result = run("snapshot", str(tmp_path / "copy.duckdb"))
     assert result.stdout == f"{tmp_path / 'copy.duckdb'}\n"
     assert daemon.snapshots == [tmp_path / "copy.duckdb"]
+    path = str(tmp_path / "other.duckdb")
+    assert json.loads(run("snapshot", path, "--json").stdout) == {"path": path}
 
 
 # --- status ----------------------------------------------------------------------------------------
@@ -339,7 +343,8 @@ def test_status_of_a_healthy_daemon(run: Run, daemon: FakeDaemon) -> None:
         ({"unreadable": [{"path": "/rings/x", "reason": "no ring"}]}, "! UNREADABLE: /rings/x: no ring"),
         ({"problems": ["the disk is full"]}, "! the disk is full"),
         ({"store": status()["store"] | {"rows_refused": 4}}, "! NOT STORED: 4 rows"),
-        ({"pipeline": status()["pipeline"] | {"faults": 1}}, "! NOT JOINED: 1 batches"),
+        ({"pipeline": status()["pipeline"] | {"faults": 1}}, "! NOT JOINED: 1 events"),
+        ({"pipeline": status()["pipeline"] | {"untold": 2}}, "! NOT STORED: 2 requests"),
     ],
 )
 def test_status_shouts_what_is_wrong(

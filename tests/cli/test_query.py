@@ -249,6 +249,8 @@ def test_lists_filter_sort_and_hold_requests_in_flight(database: duckdb.DuckDBPy
     assert listed(database, where=["lead_ns<-20ms"]) == [2]
     assert listed(database, where=["client_id~0003"]) == [3]
     assert listed(database, where=["outcome!=finished"]) == [10, 7]
+    doubtful = listed(database, where=["read_after_expiry=true"])
+    assert doubtful == listed(database, where=["read_after_expiry=1"]) != []
     assert listed(database, where=["compute_wait_ns>=60ms", "outcome=in flight"]) == [10]
     assert listed(database, since=str(rows.T0_NS + 8 * 10**9)) == [10, 9, 8]
 
@@ -298,6 +300,14 @@ def test_a_request_that_was_just_stored_is_not_shown_twice(database: duckdb.Duck
     found = lookup.list_requests(database.cursor(), [live], lookup.Listing(where=[f"id={rows.PUSH['id']}"]))
     assert [row["outcome"] for row in found] == ["finished"]
     assert lookup.look_up(database.cursor(), [live], "req-0001")["request"]["outcome"] == "finished"
+
+
+def test_a_finished_request_that_is_yet_to_be_stored_is_not_in_flight(
+    database: duckdb.DuckDBPyConnection,
+) -> None:
+    ended = {**rows.LIVE, "outcome": "finished"}
+    (found,) = lookup.list_requests(database.cursor(), [ended], lookup.Listing(limit=1))
+    assert (found["id"], found["in_flight"]) == (str(rows.LIVE["id"]), False)
 
 
 def test_json_names_steps_and_keeps_ids(database: duckdb.DuckDBPyConnection) -> None:

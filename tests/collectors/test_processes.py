@@ -185,6 +185,17 @@ def test_recover_of_dead_rings_stores_all_and_deletes_none(
     assert len(ring_paths(tmp_path / "rings")) == 5
 
 
+def test_recover_of_a_directory_that_may_not_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def denied(_: Path) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "iterdir", denied)
+    assert recover.main([str(tmp_path), "--db", str(tmp_path / "r.duckdb")]) == 1
+    assert "no permission to list" in capsys.readouterr().err
+
+
 def test_recover_without_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert recover.main([str(tmp_path / "none"), "--db", str(tmp_path / "r.duckdb")]) == 1
     assert capsys.readouterr().err == f"kvscope recover: {tmp_path / 'none'}: no such directory\n"

@@ -65,6 +65,10 @@ def test_wrong_flag_and_wrong_variable_are_named() -> None:
         load(env={"KVSCOPE_SQL_SECONDS": "-1"})
 
 
+def test_what_kubernetes_sets_for_a_service_of_our_name_is_no_setting() -> None:
+    assert load(env={"KVSCOPE_PORT": "tcp://10.0.0.7:9177"}).port == 9177
+
+
 def test_missing_file_is_an_error_only_when_it_was_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such settings file"):
         load("--config", str(tmp_path / "none"))

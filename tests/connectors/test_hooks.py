@@ -234,3 +234,16 @@ def test_the_time_of_hooks_is_sampled(rings: Path, model: Path) -> None:
     assert (steps, tokens) == (2, 41)
     assert 0 < hook_ns < interval_ns
     assert interval_ns >= 2_000_000_000
+
+
+def test_without_the_hook_that_ends_requests_none_is_kept_in_memory() -> None:
+    observer = open_observer(SchedulerHooks, About("engine", "scheduler"))
+    assert isinstance(observer, SchedulerHooks)
+    ends = next(hook for hook in hooks.HOOKS if hook.method == "request_finished_all_groups")
+    observer.prefilling["r"] = observer.awaiting_token["r"] = object()
+    observer.loaded.add("r")
+    for _ in range(FAILURES_ALLOWED):
+        observer.failed("after_request_finished_all_groups", ends, RuntimeError("broken"))
+    kept = (observer.legs, observer.prefilling, observer.awaiting_token, observer.loaded)
+    assert not any(kept)
+    assert observer.before_on_new_request is None, "a new request would be kept for ever"

@@ -33,6 +33,13 @@ def fields(directory: Path, name: str, request_id: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize("odd", ["many", -3, 2**63, 1.5, [], True])
+def test_an_odd_count_from_a_client_is_unknown_and_harms_no_hook(odd: Any, rings: Path, model: Path) -> None:
+    scheduler = make_scheduler(model, "NixlPullConnector")
+    scheduler.add_request(make_request("local", 40, 1, remote_num_tokens=odd, remote_engine_id=odd))
+    assert fields(rings, "request.arrived", "local")["remote_tokens"] == events.UNKNOWN
+
+
 @pytest.mark.parametrize("connector", ["NixlConnector", "NixlPullConnector", "NixlPushConnector"])
 def test_p_leg(connector: str, rings: Path, model: Path) -> None:
     scheduler = make_scheduler(model, connector)

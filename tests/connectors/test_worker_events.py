@@ -123,6 +123,13 @@ def remote(local_blocks: Any, **more: Any) -> Any:
                             remote=peer, **more)  # fmt: skip
 
 
+def test_transfers_that_no_hook_said_a_request_of_are_not_gathered(rings: Path) -> None:
+    worker = make_worker(hooks.PUSH)
+    for _ in range(3):
+        worker.nixl_wrapper.transfer(object())
+    assert worker._kvscope.current.posted == ()
+
+
 class TestLeases:
     def test_renewed_then_released_by_the_reader(self, rings: Path) -> None:
         worker = make_worker(hooks.PULL)

@@ -1493,6 +1493,18 @@ def test_a_transfer_without_telemetry_has_no_bytes_instead_of_minus_one() -> Non
     assert ms(rows["requests"][0])["transfer.wire"] == 3
 
 
+def test_a_flood_of_parts_of_one_request_is_bounded() -> None:
+    joiner = join.Joiner()
+    source = joiner.add_ring(b"r" * 16, About("engine", ev.SCHEDULER), 0, 0)
+    kinds = (ev.REQUEST_SCHEDULED, ev.REQUEST_PREEMPTED, ev.TRANSFER_POSTED)
+    flood = [Event(n, kind, n, 7, (n, *[0] * 10)) for n in range(1, 2 * join.MAX_PARTS) for kind in kinds]
+    joiner.feed(source, flood, {}, 0)
+    (request,) = joiner.live()
+    (leg,) = request.legs()
+    parts = (len(leg.scheduled_ns), len(leg.preempted_ns), len(list(leg.transfers())))
+    assert parts == (join.MAX_PARTS,) * 3
+
+
 def test_a_transfer_that_no_request_is_known_of_makes_none() -> None:
     scene = Scene()
     scene.add("d0", 67, ev.TRANSFER_POSTED, "", 1, 0, scene.moment("d0", 66), 0, "p")

@@ -83,6 +83,12 @@ def test_texts_come_back_whole_and_at_most_1_kib_of_them(writer: RingWriter, siz
     assert reader.texts == {key: text[:MAX_TEXT_BYTES]}
 
 
+def test_a_text_of_any_size_is_remembered_cut(writer: RingWriter) -> None:
+    key = writer.text("é" * 1_000_000)
+    assert key == writer.text("é" * 1_000_000) == text_key("é" * 1_000_000)
+    assert [len(text) for text in writer._texts] == [MAX_TEXT_BYTES]
+
+
 def test_no_text_has_key_0(writer: RingWriter) -> None:
     assert writer.text(None) == writer.text("") == 0
     assert list(RingReader(writer.path).events()) == []

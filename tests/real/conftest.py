@@ -155,7 +155,7 @@ def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
     """The scene of the mode that the test is parametrized with."""
     mode = request.param
     stock = mode != "bidirectional"
-    lengths = [(64, 200, 450, 900)[i % 4] for i in range(120)]
+    lengths = [(64, 200, 450, 900)[i % 4] for i in range(200)]
     pairs = (
         [("p", "d"), ("stock-p", "stock-d"), ("p", "stock-d"), ("stock-p", "d")] if stock else [("p", "d")]
     )

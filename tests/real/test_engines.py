@@ -72,6 +72,12 @@ def test_steps_of_every_request_add_up_and_none_is_unknown(scene: Scene) -> None
 
 
 @every_mode
+def test_none_of_two_hundred_requests_in_a_row_stalls(scene: Scene) -> None:
+    assert len(scene.results) == 200
+    assert max(result.duration_ns for result in scene.results) < 5_000 * MS
+
+
+@every_mode
 def test_nothing_is_lost_missing_or_failed(scene: Scene) -> None:
     status = scene.daemon.status()
     assert status["problems"] == []

@@ -50,8 +50,13 @@ def test_every_hook_raising_changes_no_output_and_is_told_by_name(scene: Scene) 
         answer = scene.daemon.query("", "SELECT DISTINCT name FROM failures WHERE kind = 'hook'", {})
         return {name for (name,) in answer["rows"]}
 
-    for hook in ("on_new_request", "request_finished_all_groups", "start_load_kv", "transfer"):
-        wait_until(lambda hook=hook: any(hook in name for name in told()), 30, f"a failure of {hook}")
+    expected_hooks = {
+        "connector.on_new_request",
+        "connector.request_finished_all_groups",
+        "worker.start_load_kv",
+        "nixl.transfer",
+    }
+    wait_until(lambda: expected_hooks <= told(), 30, f"failures of {expected_hooks}")
     engines = scene.daemon.query("", "SELECT DISTINCT engine FROM failures WHERE kind = 'hook'", {})["rows"]
     assert all(engine.startswith("raising-") for (engine,) in engines)
 
