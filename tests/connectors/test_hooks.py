@@ -236,7 +236,7 @@ def test_the_time_of_hooks_is_sampled(rings: Path, model: Path) -> None:
     assert interval_ns >= 2_000_000_000
 
 
-def test_without_the_hook_that_ends_requests_none_is_kept_in_memory() -> None:
+def test_without_the_hook_that_ends_requests_none_is_kept_in_memory(rings: Path) -> None:
     observer = open_observer(SchedulerHooks, About("engine", "scheduler"))
     assert isinstance(observer, SchedulerHooks)
     ends = next(hook for hook in hooks.HOOKS if hook.method == "request_finished_all_groups")
