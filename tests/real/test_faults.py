@@ -25,7 +25,7 @@ from .conftest import Scene, scene_of, wait_until
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(scope="module", params=["pull", "push"])
+@pytest.fixture(scope="module", params=["pull", "push", "bidirectional"])
 def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
     """A pair, and one whose hooks all raise, which is instrumented by the plugin, not by its config."""
     mode = request.param
