@@ -332,6 +332,16 @@ def _two_turns(scene: Scene, tokens: int, change: Any) -> list[dict[str, Any]]:
 
 
 @bidirectional
+def test_outputs_are_those_of_a_plain_request(scene: Scene) -> None:
+    async def plain() -> list[list[int]]:
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+            url = scene.engines["d"].url
+            return [(await send(client, url, r.prompt, 6)).output_ids for r in scene.results[:8]]
+
+    assert asyncio.run(plain()) == [result.output_ids for result in scene.results[:8]]
+
+
+@bidirectional
 def test_a_second_turn_is_pulled_and_chained(scene: Scene) -> None:
     results = asyncio.run(run_conversation(scene.url(), 3, seed=51))
     rows = scene.rows(results)
