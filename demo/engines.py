@@ -5,7 +5,7 @@
 
 Each engine runs under `supervise.py`, so nothing survives the starter, whatever it dies of.
 
-Steadiness. Two stock engines on two cores stall for seconds. Three causes, cured without touching what
+Steadiness. Two stock engines on two cores stall for seconds. The causes, cured without touching what
 is measured (push, P stepping for unclaimed leases, sequences of 50-1500 token prompts, 2 cores):
 
 * NIXL's UCX progress thread polls with time-out 0: a core per engine, from the moment the agent exists.
@@ -149,9 +149,6 @@ class Engine:
     def kill(self, process: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to `api_server`, `engine_core` or `worker`."""
         os.kill(self.pids()[process], number)
-
-    def alive(self) -> bool:
-        return "api_server" in self.pids()
 
     def metrics(self) -> str:
         """A scrape of /metrics."""

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 SEED = 20
 VOCABULARY = 512
 MAX_TOKENS = 4096
-KV_BYTES_PER_TOKEN = 1024
 END = "<|endoftext|>"
 
 # Wide enough that the greedy token depends on the whole prompt: KV that arrives damaged shows in the text.

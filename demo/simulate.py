@@ -299,7 +299,7 @@ class Simulation:
             t = self._reuse(p_request, at, tokens, steps, earlier)
         done = t
         t += self._ms(1, 10)
-        t, frontend = self._arrive(
+        t, _ = self._arrive(
             self.d, d_request, t, ev.FLAG_REMOTE_PREFILL, tokens, self.p.engine, p_request, tokens
         )
         steps["registration.route"] = t - done
@@ -315,7 +315,6 @@ class Simulation:
         self._free(p_request, t + 200_000)
         self.d.worker.add(t + 10_000, ev.LOAD_DONE, d_request, 0)
         first, end = self._decode(d_request, t, tokens, steps)
-        del frontend
         return Truth(name, self.mode, first - at, steps, end_ns=end, d_request=d_request)
 
     def _handshake(

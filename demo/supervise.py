@@ -1,4 +1,4 @@
-"""Runs one engine so that nothing of it survives: neither a clean stop nor a kill -9 of whoever started it.
+"""Runs one program so that nothing of it survives: neither a clean stop nor a kill -9 of whoever started it.
 
 Started by `engines.py` as `python -I supervise.py GRACE_SECONDS COMMAND...`. Its standard input is the
 life line: while the pipe is open the engine lives, a closed pipe (the starter stopped it, or died of
