@@ -1,0 +1,86 @@
+"""Lines of styled text: what every page draws, whether it goes to a terminal, a picture or `--once`.
+
+A line is a list of (text, style) spans. Styles are names; `palette` says how each looks, and without colour
+the classes still differ by their pattern and letter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.cells import cell_len, set_cell_size
+
+from kvscope import steps
+
+Span = tuple[str, str]
+Line = list[Span]
+
+PATTERN = {
+    steps.COMPUTE: "█",
+    steps.CAPACITY: "▓",
+    steps.TRANSFER: "▒",
+    steps.COORDINATION: "░",
+    steps.UNKNOWN: "?",
+}
+"""A class's character in bars, so that bars are read without colour."""
+LETTER = {
+    steps.COMPUTE: "C",
+    steps.CAPACITY: "B",
+    steps.TRANSFER: "T",
+    steps.COORDINATION: "W",
+    steps.UNKNOWN: "?",
+}
+"""A class's letter where there is room for one character: compute, blocked, transfer, (coordination) wait."""
+SPARKS = "▁▂▃▄▅▆▇█"
+
+
+def plain(line: Line) -> str:
+    """Its text alone."""
+    return "".join(text for text, _ in line).rstrip()
+
+
+def width(line: Line) -> int:
+    """Terminal cells it takes."""
+    return sum(cell_len(text) for text, _ in line)
+
+
+def fit(text: str, cells: int, right: bool = False) -> str:
+    """`text` in exactly so many cells; a cut is shown by an ellipsis."""
+    if cells <= 0:
+        return ""
+    length = cell_len(text)
+    if length > cells:
+        return set_cell_size(text, cells - 1) + "…"
+    return " " * (cells - length) + text if right else text + " " * (cells - length)
+
+
+def class_bar(parts: Mapping[str, float], scale: float, cells: int) -> Line:
+    """A stacked bar of at most `cells`: `scale` fills it. Whole cells; the sum is right, small parts may vanish."""
+    spans: Line = []
+    done = 0.0
+    at = 0
+    for class_ in steps.CLASSES:
+        done += max(0.0, parts.get(class_) or 0.0)
+        end = min(cells, round(done / scale * cells)) if scale > 0 else 0
+        if end > at:
+            spans.append((PATTERN[class_] * (end - at), class_))
+            at = end
+    return spans
+
+
+def sparkline(values: Sequence[float | None], style: str, top: float | None = None) -> Span:
+    """One character per value; None is a gap. `top` is the value of a full one, by default the greatest."""
+    known = [value for value in values if value is not None]
+    most = top if top is not None else max(known, default=0.0)
+    last = len(SPARKS) - 1
+    return (
+        "".join(
+            " "
+            if value is None
+            else SPARKS[0]
+            if most <= 0
+            else SPARKS[min(last, max(0, round(value / most * last)))]
+            for value in values
+        ),
+        style,
+    )
