@@ -5,24 +5,24 @@ What comes out is ready for JSON: ids of 64 bits as strings, steps and ways of o
 
 from __future__ import annotations
 
-import operator
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvscope import schema, steps
 from kvscope.errors import KvscopeError, UsageError
-from kvscope.query import WAITS_COLUMNS, plain, reading, since_ns, waits
-from kvscope.text import duration_ns, printable
+from kvscope.filters import column_type, parse_filters
+from kvscope.query import plain, reading
+from kvscope.selection import Selection, moment_ns
+from kvscope.text import printable
+from kvscope.views import WAITS_COLUMNS, waits
 
 if TYPE_CHECKING:
     import duckdb
 
 MAX_LIMIT = 1000
-MAX_FILTERS = 20
 MAX_MATCHES = 20
 MAX_PARTS = 1000
 """Transfers, leases or failures shown of one request."""
@@ -42,40 +42,6 @@ class Ambiguous(KvscopeError):
         self.matches = matches
 
 
-class Filter(NamedTuple):
-    """`column operator value`, for SQL and for rows that are not in the store."""
-
-    column: str
-    operator: str
-    value: str | int | float
-
-    def sql(self) -> str:
-        column = f'"{self.column}"'
-        if self.operator == "~":
-            return f"contains({column}, ?)"
-        if isinstance(self.value, str):
-            column = f"coalesce({column}, '')"  # `label=` finds requests without one
-        return f"{column} {self.operator} ?"
-
-    def matches(self, row: Mapping[str, Any]) -> bool:
-        value = row.get(self.column)
-        if isinstance(self.value, str):
-            value = value or ""
-        return value is not None and _OPERATORS[self.operator](value, self.value)
-
-
-_OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
-    "=": operator.eq,
-    "!=": operator.ne,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "<": operator.lt,
-    "<=": operator.le,
-    "~": operator.contains,
-}
-_FILTER = re.compile(r"\s*([a-z_]\w*)\s*(!=|>=|<=|=|>|<|~)(.*)", re.DOTALL)
-
-
 class Listing(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What to list: `where` are filters such as `connector=push` or `ttft_ns>300ms`; all must hold."""
 
@@ -84,41 +50,7 @@ class Listing(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A column, the largest first; `column:asc` for the smallest first."""
     limit: int = 20
     since: str = ""
-    """Only requests that arrived since: a duration before now, or Unix nanoseconds."""
-
-
-def parse_filter(text: str) -> Filter:
-    """Read `connector=push`, `ttft_ns>300ms`, `client_id~abc`.
-
-    Raises:
-        UsageError: it is no filter, there is no such column, or the value does not fit it.
-    """
-    match = _FILTER.fullmatch(text)
-    if not match:
-        raise UsageError(
-            f"{printable(text)[:60]!r} is no filter; write column=value (or != > >= < <=, ~ for contains), "
-            "such as connector=push or ttft_ns>300ms"
-        )
-    name, operator_, value = match[1], match[2], match[3].strip()
-    type_ = _column(name)
-    if type_ == "VARCHAR":
-        return Filter(name, operator_, value)
-    if operator_ == "~":
-        raise UsageError(f"{name} is no text, and ~ is for texts")
-    if type_ == "BOOLEAN" and value in ("true", "false"):
-        return Filter(name, operator_, int(value == "true"))
-    try:
-        if type_ == "DOUBLE":
-            return Filter(name, operator_, float(value))
-        if name.endswith("_ns") and not value.lstrip("-").isdigit():
-            sign = -1 if value.startswith("-") else 1
-            return Filter(name, operator_, sign * duration_ns(value.lstrip("-")))
-        number = int(value)
-    except ValueError:
-        raise UsageError(f"{name}: {printable(value)[:40]!r} is no number") from None
-    if not -(2**63) <= number < 2**64:
-        raise UsageError(f"{name}: {printable(value)[:40]} is too large")
-    return Filter(name, operator_, number)
+    """Only requests that arrived since: a duration before now, ISO 8601 or Unix nanoseconds."""
 
 
 def list_requests(
@@ -135,21 +67,17 @@ def list_requests(
     """
     if not 1 <= listing.limit <= MAX_LIMIT:
         raise UsageError(f"limit is a number from 1 to {MAX_LIMIT}")
-    if len(listing.where) > MAX_FILTERS:
-        raise UsageError(f"at most {MAX_FILTERS} filters")
-    filters = [parse_filter(text) for text in listing.where]
+    filters = parse_filters(listing.where)
     sort, _, direction = listing.sort.partition(":")
-    _column(sort)
+    column_type(sort)
     if direction not in ("", "asc", "desc"):
         raise UsageError(f"{printable(listing.sort)[:60]!r} is no order; write column or column:asc")
-    since = since_ns(listing.since)
-    where = " AND ".join(["arrived_at_ns >= ?", *(one.sql() for one in filters)])
+    since = moment_ns(listing.since) or 0
     order = "ASC" if direction == "asc" else "DESC"
-    with reading(cursor, seconds):
+    with reading(cursor, seconds, Selection(since, filters=filters)):
         cursor.execute(
-            f"SELECT * EXCLUDE (waterfall) FROM waits WHERE {where} "
-            f'ORDER BY "{sort}" {order} NULLS LAST, id LIMIT ?',
-            [since, *(one.value for one in filters), listing.limit],
+            f'SELECT * EXCLUDE (waterfall) FROM waits ORDER BY "{sort}" {order} NULLS LAST, id LIMIT ?',
+            [listing.limit],
         )
         rows = _dicts(cursor, in_flight=False)
     recent = _live(live, rows, lambda row: (row["arrived_at_ns"] or 0) >= since)
@@ -261,14 +189,3 @@ def _live(
         for row in live
         if row["id"] not in stored and matches(row)
     ]
-
-
-def _column(name: str) -> str:
-    type_ = WAITS_COLUMNS.get(name)
-    if type_ is None or type_.startswith("STRUCT"):
-        near = [n for n in WAITS_COLUMNS if name and (name in n or n in name) and n != "waterfall"]
-        hint = (
-            f"did you mean {', '.join(near[:4])}?" if near else "`kvscope query 'DESCRIBE waits'` lists them"
-        )
-        raise UsageError(f"requests have no column {printable(name)[:40]!r}; {hint}")
-    return type_

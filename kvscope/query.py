@@ -7,6 +7,11 @@ column), then one SELECT. It may use every table of the store, and two views tha
 * `waits`: `requests` and, per request, the nanoseconds of TTFT by class, and its longest step;
 * `request_steps`: one row per request and step on the critical path.
 
+What a query is about is said by parameters, not in its SQL: the tables hold only the rows that began
+between `since` and `until`, and `requests` (with its views) only those of `label` that pass the filters
+`where`. The table `engines` is always whole. Asked of a daemon, `requests` also has those in flight that have
+had their first token; their outcome is "in flight".
+
 What makes SQL from a user safe here: exactly one statement of type SELECT or EXPLAIN, in a transaction
 opened READ ONLY (the type alone does not stop a write inside a CTE or an EXPLAIN ANALYZE), on a cursor
 of its own with a timer that interrupts it; and, on connections that kvscope opens, no access to files
@@ -21,22 +26,29 @@ import math
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from importlib import resources
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvscope import schema, steps
 from kvscope.errors import KvscopeError, UsageError
-from kvscope.text import duration_ns, printable, span
+from kvscope.filters import checked_text, parse_filters
+from kvscope.selection import TIMES, Selection, make_views, moment_ns
+from kvscope.storefile import lock as lock
+from kvscope.storefile import one_line
+from kvscope.storefile import open_file as open_file
+from kvscope.text import printable, span
+from kvscope.views import VIEWS
 
 if TYPE_CHECKING:
     import duckdb
     import pyarrow
 
 MAX_SQL_BYTES = 65536
+
+Parameters = Mapping[str, "str | int | Sequence[str] | None"]
+"""Of a query, by the names in `PARAMETERS`."""
 
 
 class QueryError(KvscopeError):
@@ -76,69 +88,33 @@ class Question(NamedTuple):
     title: str
     description: str
     parameters: tuple[str, ...]
+    """Those that it takes; a question about other tables than requests takes neither label nor where."""
     columns: dict[str, str]
     """Output column to its meaning, in order."""
     sql: str
 
 
+_MOMENT = "a duration before now such as 10m, ISO 8601 (UTC unless it says otherwise) or Unix nanoseconds"
 PARAMETERS = {
-    "since": "only what began since: a duration before now such as 10m, or Unix nanoseconds; default all",
-    "limit": "rows at most; default 20",
+    "since": f"only what began then or later: {_MOMENT}; default all",
+    "until": f"only what began before: {_MOMENT}; default all",
     "label": "only this kind of traffic (KVSCOPE_LABEL; '' is production); default all, each label apart",
+    "where": "only requests that pass these filters, such as connector=push or ttft_ns>300ms; all must hold",
+    "limit": "rows at most; default 20",
 }
-"""Parameters that a question may declare, and users' SQL may use: `$since` (Unix ns), `$limit`, `$label`."""
+"""Parameters of queries. SQL may use them as `$since` and `$until` (Unix ns; 0 and now by default), `$label`
+and `$limit`; all but `limit` apply without that."""
+
+_REQUESTS = ("requests", *VIEWS)
+_READS = r"(?:\bfrom|\bjoin|,)\s*\"?(?:{})\"?\b"
+_READS_REQUESTS = re.compile(_READS.format("|".join(_REQUESTS)), re.IGNORECASE)
+_READS_TIMES = re.compile(_READS.format("|".join({*_REQUESTS, *TIMES})), re.IGNORECASE)
 
 
-def _sum_of(class_: str) -> str:
-    return " + ".join(f"coalesce({s.column}, 0)" for s in steps.STEPS if s.class_ == class_ and s.in_ttft)
-
-
-_IN_TTFT = [step for step in steps.STEPS if step.in_ttft]
-_CLASSES = [
-    class_ for class_ in steps.CLASSES if class_ != steps.UNKNOWN
-]  # its one step has that column already
-_LONGEST = f"greatest({', '.join(s.column for s in _IN_TTFT)})"
-VIEWS = {
-    "waits": (
-        "SELECT *, "
-        + ", ".join(f"{_sum_of(class_)} AS {class_}_ns" for class_ in _CLASSES)
-        + ", compute_ns + capacity_ns AS compute_wait_ns"
-        + f", {_LONGEST} AS main_step_ns"
-        + ", CASE WHEN main_step_ns > 0 THEN CASE main_step_ns "
-        + " ".join(f"WHEN {s.column} THEN '{s.name}'" for s in _IN_TTFT)
-        + " END END AS main_step FROM requests"
-    ),
-    "request_steps": (
-        "SELECT id, arrived_at_ns, label, connector, p_engine, d_engine, ttft_ns, unnest(["
-        + ", ".join(f"{{step: '{s.name}', class: '{s.class_}', ns: {s.column}}}" for s in _IN_TTFT)
-        + "], recursive := true) FROM requests"
-    ),
-}
-"""Made on each reading connection, so that a store needs none of them and they can't be out of date."""
-
-WAITS_COLUMNS: dict[str, str] = {
-    **{column.name: column.type for column in schema.REQUESTS.columns},
-    **{f"{class_}_ns": "BIGINT" for class_ in _CLASSES},
-    "compute_wait_ns": "BIGINT",
-    "main_step_ns": "BIGINT",
-    "main_step": "VARCHAR",
-}
-"""Columns of the view `waits` and their types."""
-
-
-def waits(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What the view `waits` adds to a row of `requests`, for requests that are not in the store yet."""
-    sums = dict.fromkeys(steps.CLASSES, 0)
-    for step in _IN_TTFT:
-        sums[step.class_] += row.get(step.column) or 0
-    longest = max(_IN_TTFT, key=lambda step: row.get(step.column) or 0)
-    longest_ns = row.get(longest.column) or 0
-    return {
-        **{f"{class_}_ns": sums[class_] for class_ in _CLASSES},
-        "compute_wait_ns": sums[steps.COMPUTE] + sums[steps.CAPACITY],
-        "main_step_ns": longest_ns,
-        "main_step": longest.name if longest_ns else None,
-    }
+def _applicable(sql: str) -> set[str]:
+    """The parameters, `limit` aside, that say which rows `sql` is about."""
+    applicable = {"since", "until"} if _READS_TIMES.search(sql) else set()
+    return applicable | ({"label", "where"} if _READS_REQUESTS.search(sql) else set())
 
 
 @functools.cache
@@ -172,46 +148,54 @@ def parse_question(name: str, text: str) -> Question:
             target[key] += " " + line[5:].strip()
         else:
             raise ValueError(f"{name}.sql: not a line of a question's comment block: {line}")
-    parameters = tuple(p.strip() for p in found.get("parameters", "").split(",") if p.strip())
-    if (
-        not found.get("title")
-        or not found.get("description")
-        or not columns
-        or not set(parameters) <= set(PARAMETERS)
-    ):
-        raise ValueError(f"{name}.sql: title, description, columns or parameters are missing or wrong")
-    return Question(name, found["title"], found["description"], parameters, columns, "\n".join(lines).strip())
+    if not found.get("title") or not found.get("description") or not columns:
+        raise ValueError(f"{name}.sql: title, description or columns are missing")
+    if found.get("parameters", "limit") != "limit":
+        raise ValueError(f"{name}.sql: the only parameter that a question declares is limit")
+    sql = "\n".join(lines).strip()
+    takes = _applicable(sql) | ({"limit"} if "parameters" in found else set())
+    parameters = tuple(p for p in PARAMETERS if p in takes)
+    return Question(name, found["title"], found["description"], parameters, columns, sql)
 
 
-def since_ns(value: str | int | None, now_ns: int | None = None) -> int:
-    """Unix nanoseconds of a `since`: a duration before now, or a moment given as Unix nanoseconds.
+def selected(parameters: Parameters, now_ns: int | None = None) -> Selection:
+    """The rows that a query with these parameters is about.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: one is not understood.
     """
-    if value is None or value == "":
-        return 0
-    if isinstance(value, int) or (value.isascii() and value.isdigit()):
-        moment = int(value) if len(str(value)) < 20 else -1
-        if not 0 <= moment < 2**63:
-            raise UsageError("since: write a duration such as 10m, or Unix nanoseconds")
-        return moment
-    return max(0, (time.time_ns() if now_ns is None else now_ns) - duration_ns(value))
+    label, where = parameters.get("label"), parameters.get("where") or ()
+    for name in ("since", "until", "label"):
+        if not isinstance(parameters.get(name), (str, int, type(None))):
+            raise UsageError(f"{name} is one value, not several")
+    since_ns, until_ns = (
+        moment_ns(parameters.get(name), now_ns, name)  # type: ignore[arg-type]
+        for name in ("since", "until")
+    )
+    if since_ns is not None and until_ns is not None and since_ns >= until_ns:
+        raise UsageError("since is not before until; turn them round")
+    filters = parse_filters([where] if isinstance(where, (str, int)) else where)  # type: ignore[list-item]
+    label = None if label is None else checked_text("label", str(label))
+    return Selection(since_ns or 0, until_ns, label, filters)
 
 
 def ask(
     cursor: duckdb.DuckDBPyConnection,
     name: str,
-    parameters: Mapping[str, str | int | None] | None = None,
+    parameters: Parameters | None = None,
     limits: Limits = Limits(),  # noqa: B008 - immutable
+    live: pyarrow.Table | None = None,
 ) -> Result:
     """Answer the named question; `cursor` is closed afterwards.
+
+    Args:
+        live: with the columns of `requests`, those that may not be stored yet.
 
     Raises:
         UsageError: there is no such question, or it takes no such parameter.
         QueryError: it could not be answered within its limits.
     """
-    return run_sql(cursor, checked(name, parameters or {}).sql, parameters, limits)
+    return run_sql(cursor, checked(name, parameters or {}).sql, parameters, limits, live)
 
 
 def checked(name: str, parameters: Mapping[str, object] = MappingProxyType({})) -> Question:
@@ -234,8 +218,9 @@ def checked(name: str, parameters: Mapping[str, object] = MappingProxyType({})) 
 def run_sql(
     cursor: duckdb.DuckDBPyConnection,
     sql: str,
-    parameters: Mapping[str, str | int | None] | None = None,
+    parameters: Parameters | None = None,
     limits: Limits = Limits(),  # noqa: B008 - immutable
+    live: pyarrow.Table | None = None,
 ) -> Result:
     """Run one SELECT or EXPLAIN that a user wrote; `cursor` is closed afterwards.
 
@@ -243,57 +228,82 @@ def run_sql(
         QueryRefused: it is something else, or too long, or a parameter is wrong.
         QueryError: DuckDB's own complaint, or it took too long.
     """
+    with contextlib.closing(cursor):
+        selection = selected(parameters or {})
+        with reading(cursor, limits.seconds, selection, live):
+            return answer(cursor, sql, selection, parameters, limits)
+
+
+def answer(
+    cursor: duckdb.DuckDBPyConnection,
+    sql: str,
+    selection: Selection,
+    parameters: Parameters | None = None,
+    limits: Limits = Limits(),  # noqa: B008 - immutable
+) -> Result:
+    """Run one SELECT or EXPLAIN while `reading` that selection; one of several on the same cursor.
+
+    Raises:
+        QueryRefused: it is something else, or too long, or a parameter is wrong.
+    """
     started_ns = time.perf_counter_ns()
-    with reading(cursor, limits.seconds):
-        statement, values = _prepare(cursor, sql, parameters or {})
-        cursor.execute(statement, values)
-        columns = [column[0] for column in cursor.description or []]
-        types = [str(column[1]) for column in cursor.description or []]
-        rows: list[tuple[Any, ...]] = []
-        bytes_left = limits.bytes
-        deadline = time.monotonic() + limits.seconds
-        truncated = False
-        while not truncated and (batch := cursor.fetchmany(256)):
-            for row in batch:
-                bytes_left -= _weight(row)
-                if len(rows) == limits.rows or bytes_left < 0:
-                    truncated = True
-                    break
-                rows.append(row)
-            if time.monotonic() > deadline:
-                raise _too_slow(limits.seconds)
+    statement, values = _prepare(cursor, sql, parameters or {}, selection)
+    cursor.execute(statement, values)
+    columns = [column[0] for column in cursor.description or []]
+    types = [str(column[1]) for column in cursor.description or []]
+    rows: list[tuple[Any, ...]] = []
+    bytes_left = limits.bytes
+    deadline = time.monotonic() + limits.seconds
+    truncated = False
+    while not truncated and (batch := cursor.fetchmany(256)):
+        for row in batch:
+            bytes_left -= _weight(row)
+            if len(rows) == limits.rows or bytes_left < 0:
+                truncated = True
+                break
+            rows.append(row)
+        if time.monotonic() > deadline:
+            raise _too_slow(limits.seconds)
     return Result(columns, types, rows, truncated, time.perf_counter_ns() - started_ns)
 
 
 def run_arrow(
     cursor: duckdb.DuckDBPyConnection,
     sql: str,
-    parameters: Mapping[str, str | int | None] | None = None,
+    parameters: Parameters | None = None,
     limits: Limits = Limits(),  # noqa: B008 - immutable
+    live: pyarrow.Table | None = None,
 ) -> tuple[pyarrow.Table, bool]:
     """As `run_sql`, as an Arrow table, and whether a limit cut it."""
     import pyarrow
 
-    with reading(cursor, limits.seconds):
-        _, values = _prepare(cursor, sql, parameters or {})
-        reader = cursor.sql(sql, params=values).to_arrow_reader(1024)
-        batches = []
-        rows_left, bytes_left = limits.rows, limits.bytes
-        truncated = False
-        for batch in reader:
-            bytes_left -= batch.nbytes
-            truncated = batch.num_rows > rows_left or bytes_left < 0
-            batches.append(batch.slice(0, rows_left) if bytes_left >= 0 else batch.slice(0, 0))
-            rows_left -= batch.num_rows
-            if truncated:
-                break
-        table = pyarrow.Table.from_batches(batches, reader.schema)
-        del reader
+    with contextlib.closing(cursor):
+        selection = selected(parameters or {})
+        with reading(cursor, limits.seconds, selection, live):
+            _, values = _prepare(cursor, sql, parameters or {}, selection)
+            reader = cursor.sql(sql, params=values).to_arrow_reader(1024)
+            batches = []
+            rows_left, bytes_left = limits.rows, limits.bytes
+            truncated = False
+            for batch in reader:
+                bytes_left -= batch.nbytes
+                truncated = batch.num_rows > rows_left or bytes_left < 0
+                batches.append(batch.slice(0, rows_left) if bytes_left >= 0 else batch.slice(0, 0))
+                rows_left -= batch.num_rows
+                if truncated:
+                    break
+            table = pyarrow.Table.from_batches(batches, reader.schema)
+            del reader
     return table, truncated
 
 
 @contextlib.contextmanager
-def reading(cursor: duckdb.DuckDBPyConnection, seconds: float = 10.0) -> Iterator[None]:
+def reading(
+    cursor: duckdb.DuckDBPyConnection,
+    seconds: float = 10.0,
+    selection: Selection | None = None,
+    live: pyarrow.Table | None = None,
+) -> Iterator[None]:
     """Make the views, begin a READ ONLY transaction, interrupt it after `seconds`; close `cursor` at the end.
 
     Raises:
@@ -309,74 +319,30 @@ def reading(cursor: duckdb.DuckDBPyConnection, seconds: float = 10.0) -> Iterato
     timer.daemon = True
     deadline = time.monotonic() + seconds
     try:
-        for name, sql in VIEWS.items():
-            cursor.execute(f"CREATE OR REPLACE TEMP VIEW {name} AS {sql}")
-        cursor.execute("BEGIN TRANSACTION READ ONLY")
         timer.start()
+        make_views(cursor, selection, live)
+        cursor.execute("BEGIN TRANSACTION READ ONLY")
         yield
     except duckdb.InterruptException:
         if time.monotonic() < deadline - 0.1:
             raise QueryError("the query was stopped because the store is being closed") from None
         raise _too_slow(seconds) from None
     except duckdb.Error as error:
-        raise QueryError(_one_line(error)) from None
+        raise QueryError(one_line(error)) from None
     finally:
         timer.cancel()
         # Not a rollback: an unfinished result would refuse it.
         cursor.close()
 
 
-def open_file(path: Path) -> duckdb.DuckDBPyConnection:
-    """Open a store or a snapshot to read it, locked against everything else.
-
-    Raises:
-        KvscopeError: there is none, another process holds it, or it is no kvscope store of this version.
-    """
-    import duckdb
-
-    if not path.is_file():
-        raise KvscopeError(f"{path}: there is no such file; name a store or a snapshot")
-    try:
-        connection = duckdb.connect(
-            str(path), read_only=True, config={"memory_limit": "2GB", "python_enable_replacements": "false"}
-        )
-    except duckdb.Error as error:
-        if "lock on file" in str(error):
-            raise KvscopeError(
-                f"{path}: a daemon is using it; ask the daemon instead (--url), or read a snapshot"
-            ) from None
-        raise KvscopeError(f"{path}: not a DuckDB file that can be read ({_one_line(error)})") from None
-    try:
-        lock(connection)
-        tables = {name for (name,) in connection.execute("SELECT table_name FROM duckdb_tables()").fetchall()}
-        if not {"meta", *schema.BY_NAME} <= tables:
-            raise KvscopeError(f"{path}: a DuckDB file, but no kvscope store; name a store or a snapshot")
-        found = dict(connection.execute("SELECT key, value FROM meta").fetchall())
-        if found.get("schema_version") != str(schema.VERSION):
-            raise KvscopeError(
-                f"{path}: store version {found.get('schema_version')} (of {found.get('made_by')}), "
-                f"this kvscope reads version {schema.VERSION}; use the kvscope that wrote it"
-            )
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def lock(connection: duckdb.DuckDBPyConnection) -> None:
-    """No files, no extensions, no network, and no way to change that, for all cursors of the connection."""
-    connection.execute("SET enable_external_access = false")
-    connection.execute("SET lock_configuration = true")
-
-
 def _prepare(
-    cursor: duckdb.DuckDBPyConnection, sql: str, parameters: Mapping[str, str | int | None]
+    cursor: duckdb.DuckDBPyConnection, sql: str, parameters: Parameters, selection: Selection
 ) -> tuple[duckdb.Statement, dict[str, str | int | None]]:
     if len(sql.encode("utf-8", "replace")) > MAX_SQL_BYTES:
         raise QueryRefused(f"the SQL text is longer than {MAX_SQL_BYTES // 1024} KiB")
     if not set(parameters) <= set(PARAMETERS):
         raise QueryRefused(f"unknown parameter; there are: {', '.join(PARAMETERS)}")
-    statements = cursor.extract_statements(sql)
+    statements = cursor.extract_statements(checked_text("SQL", sql))
     if len(statements) != 1:
         raise QueryRefused(f"write exactly one statement, not {len(statements)}")
     statement = statements[0]
@@ -384,26 +350,33 @@ def _prepare(
         raise QueryRefused(
             f"only SELECT (and SHOW, DESCRIBE, EXPLAIN) is answered here, not {statement.type.name}"
         )
-    values = {
-        "since": since_ns(parameters.get("since")),
+    values: dict[str, str | int | None] = {
+        "since": selection.since_ns,
+        "until": time.time_ns() if selection.until_ns is None else selection.until_ns,
+        "label": selection.label,
         "limit": _limit(parameters.get("limit")),
-        "label": parameters.get("label"),
     }
     named = statement.named_parameters
     if unknown := sorted(named - set(values)):
         raise QueryRefused(f"unknown parameter ${unknown[0]}; there are: ${', $'.join(values)}")
-    if unused := sorted(set(parameters) - named):
-        raise QueryRefused(
-            f"the query does not use the parameter {unused[0]}; write ${unused[0]} where it belongs"
-        )
+    given = {name for name, value in parameters.items() if value is not None and value != []}
+    if unused := sorted(given - named - _applicable(sql)):
+        raise QueryRefused(_unused(unused[0]))
     return statement, {name: value for name, value in values.items() if name in named}
 
 
-def _limit(value: str | int | None) -> int:
+def _unused(name: str) -> str:
+    if name == "limit":
+        return "the query does not use the parameter limit; write $limit where it belongs"
+    about = "requests" if name in ("label", "where") else "a table with times"
+    return f"the query does not read {about}, which the parameter {name} is about; leave it away"
+
+
+def _limit(value: object) -> int:
     if value is None:
         return 20
     try:
-        limit = int(value)
+        limit = int(str(value))
     except ValueError:
         limit = 0
     if not 1 <= limit <= 1_000_000:
@@ -426,18 +399,6 @@ def _too_slow(seconds: float) -> QueryError:
     return QueryError(
         f"the query was stopped after {span(round(seconds * 1e9))}; ask for less, with a later `since`"
     )
-
-
-def _one_line(error: Exception) -> str:
-    """DuckDB's message without the drawing below it."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    head: list[str] = []
-    for line in lines:
-        if line.startswith("LINE ") or len(head) == 3:
-            break
-        if line:
-            head.append(line)
-    return printable(" ".join(head))[:500]
 
 
 def result_json(result: Result) -> dict[str, Any]:

@@ -5,42 +5,13 @@ A module's docstring is its help: the first paragraph describes it, the rest are
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
-from contextlib import AbstractContextManager
 
 import msgspec
 
-from kvscope import settings
-from kvscope.client import Daemon, StoreFile, opened
+from kvscope.source import add_source_arguments, daemon_url, open_source
 
-
-def add_source_arguments(parser: argparse.ArgumentParser, db: bool = True) -> None:
-    """Whom to ask: `--url`, `--db` and the settings that name the daemon's address."""
-    parser.add_argument(
-        "--url", help="the daemon's URL (else KVSCOPE_URL, else from the settings host and port)"
-    )
-    if db:
-        parser.add_argument(
-            "--db", metavar="FILE", help="read this store or snapshot instead of asking a daemon"
-        )
-    settings.add_arguments(parser, "host", "port")
-
-
-def daemon_url(arguments: argparse.Namespace) -> str:
-    """The daemon's address: flag, environment, settings."""
-    if url := arguments.url or os.environ.get("KVSCOPE_URL"):
-        return str(url)
-    found = settings.load(arguments)
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(found.host, found.host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{found.port}"
-
-
-def open_source(arguments: argparse.Namespace) -> AbstractContextManager[Daemon | StoreFile]:
-    """The file that `--db` names, else the daemon."""
-    db = getattr(arguments, "db", None)
-    return opened("" if db else daemon_url(arguments), db)
+__all__ = ["add_source_arguments", "daemon_url", "open_source", "print_json"]
 
 
 def print_json(value: object) -> None:

@@ -5,8 +5,11 @@ examples:
   kvscope query --list
   kvscope query ttft --since 1h
   kvscope query pairs --describe
-  kvscope query "SELECT d_engine, max(readiness_detect_ns) FROM requests WHERE arrived_at_ns >= $since
-                 GROUP BY ALL" --since 10m --format csv
+  kvscope query fleet --since 15m --until 5m --where connector=push --where 'prompt_tokens>1000'
+  kvscope query "SELECT d_engine, max(readiness_detect_ns) FROM requests GROUP BY ALL" --since 10m
+
+The tables hold only what the parameters select; a daemon's table requests also has those in flight that have
+had their first token.
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--describe", action="store_true", help="what the question's columns mean, and its SQL"
     )
     for name, doc in PARAMETERS.items():
-        parser.add_argument(f"--{name}", metavar=name.upper(), help=doc)
+        if name == "where":
+            parser.add_argument("--where", action="append", metavar="FILTER", help=f"{doc}; repeatable")
+        else:
+            parser.add_argument(f"--{name}", metavar=name.upper(), help=doc)
     parser.add_argument("--format", choices=FORMATS, help="table (default), csv or json")
     parser.add_argument("--json", action="store_true", help="as --format json")
     add_source_arguments(parser)

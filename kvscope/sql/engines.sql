@@ -1,7 +1,6 @@
 -- title: Engines
 -- description: Every instrumented engine process, its identity and its fingerprint. Runs whose fingerprints differ
 --   are not alike: compare them only when that is what you ask.
--- parameters: since
 -- column engine: Engine id
 -- column source: scheduler or worker
 -- column rank: Worker rank
@@ -28,5 +27,4 @@ SELECT
     strftime(make_timestamp_ns(started_at_ns), '%Y-%m-%d %H:%M:%S') AS started_at,
     fingerprint
 FROM engines
-WHERE started_at_ns >= $since
 ORDER BY started_at_ns DESC, engine, source, rank

@@ -1,6 +1,6 @@
 -- title: Failures
 -- description: What vLLM's connector logged as failed, kvscope hooks that raised, and recorders that stopped.
--- parameters: since, limit
+-- parameters: limit
 -- column kind: nixl, hook or recorder
 -- column name: vLLM's failure type, or the hook's name
 -- column engine: Engine
@@ -21,7 +21,6 @@ SELECT
     strftime(make_timestamp_ns(min(at_ns)), '%Y-%m-%d %H:%M:%S') AS first_at,
     strftime(make_timestamp_ns(max(at_ns)), '%Y-%m-%d %H:%M:%S') AS last_at
 FROM failures
-WHERE at_ns >= $since
 GROUP BY kind, name, engine, source
 ORDER BY max(at_ns) DESC, kind, name, engine
 LIMIT $limit

@@ -1,7 +1,6 @@
 -- title: NIXL handshakes
 -- description: Each engine's handshakes with each peer: the first request of a new pair pays for one, and requests
 --   for other peers wait behind it.
--- parameters: since
 -- column engine: Engine that asked
 -- column peer: Engine that answered
 -- column handshakes: Handshakes
@@ -20,6 +19,5 @@ SELECT
     round(quantile_cont(clock_offset_ns, 0.5) / 1e6, 3) AS clock_offset_ms,
     strftime(make_timestamp_ns(max(started_at_ns)), '%Y-%m-%d %H:%M:%S') AS last_at
 FROM handshakes
-WHERE started_at_ns >= $since
 GROUP BY engine, peer
 ORDER BY failed DESC, max_ms DESC, engine, peer

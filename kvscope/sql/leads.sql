@@ -1,7 +1,6 @@
 -- title: Leads and lags
 -- description: How much earlier than the end of prefill the decode side was ready. Under push a lead is what the
 --   connector buys; a lag (negative lead) is what a sequential router or a late registration wastes.
--- parameters: since, label
 -- column label: Kind of traffic; empty is production
 -- column connector: push, pull or bidirectional
 -- column p_engine: Prefill engine
@@ -24,6 +23,6 @@ SELECT
     round(quantile_cont(lead_ns, 0.9) / 1e6, 3) AS p90_lead_ms,
     round(avg(greatest(-lead_ns, 0)) / 1e6, 3) AS mean_lag_ms
 FROM requests
-WHERE arrived_at_ns >= $since AND ($label::VARCHAR IS NULL OR label = $label) AND lead_ns IS NOT NULL
+WHERE lead_ns IS NOT NULL
 GROUP BY label, connector, p_engine, d_engine
 ORDER BY label, connector, mean_lag_ms DESC, p_engine, d_engine

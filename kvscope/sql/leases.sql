@@ -1,7 +1,6 @@
 -- title: Leases
 -- description: Blocks kept for the peer: how the leases ended, and what was left until the deadline. An expired lease
 --   whose peer reads all the same is an outcome detail of the request (question outcomes: read_after_expiry).
--- parameters: since
 -- column engine: Engine that kept the blocks
 -- column lease_end: released, expired, lost (engine gone); NULL while it runs
 -- column leases: Leases
@@ -22,6 +21,5 @@ SELECT
     strftime(make_timestamp_ns(min(armed_at_ns)), '%Y-%m-%d %H:%M:%S') AS first_at,
     strftime(make_timestamp_ns(max(armed_at_ns)), '%Y-%m-%d %H:%M:%S') AS last_at
 FROM leases
-WHERE armed_at_ns >= $since
 GROUP BY engine, "end"
 ORDER BY leases DESC, engine, lease_end

@@ -1,7 +1,6 @@
 -- title: What was not recorded
 -- description: Rings with events lost, damaged or not understood, hooks missing in this vLLM, and recorders that
 --   gave up. Empty when nothing is missing. Requests that were not joined are in the question `outcomes`.
--- parameters: since
 -- column engine: Engine id
 -- column source: scheduler or worker
 -- column rank: Worker rank
@@ -28,7 +27,5 @@ SELECT
     state_detail,
     ring
 FROM engines
-WHERE
-    started_at_ns >= $since
-    AND (engines.lost > 0 OR engines.rejected > 0 OR len(hooks_missing) > 0 OR state IN ('stopped', 'gone'))
+WHERE engines.lost > 0 OR engines.rejected > 0 OR len(hooks_missing) > 0 OR state IN ('stopped', 'gone')
 ORDER BY lost DESC, rejected DESC, engine, source, rank

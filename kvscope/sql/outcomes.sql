@@ -1,12 +1,12 @@
 -- title: Outcomes
 -- description: What came of the requests, how their legs were joined, and what went wrong without an error:
 --   prompts computed twice, and KV that may have been read after its lease had expired.
--- parameters: since, label
 -- column label: Kind of traffic; empty is production
 -- column connector: push, pull, bidirectional or local
--- column outcome: finished, aborted, error, ignored, lost (engine gone), or incomplete (quiet)
+-- column outcome: finished, aborted, error, ignored, lost (engine gone), incomplete (quiet), or, asked of a daemon,
+--   in flight: not over, and its first token is out
 -- column detail: vLLM's status or failure type
--- column step: Step in which those were last seen that did not finish
+-- column step: Step in which those are, or were last seen, that did not finish
 -- column joined_by: How the legs were joined, or why not
 -- column requests: Requests
 -- column recomputed: Of these: D computed prompt tokens that P had
@@ -28,6 +28,5 @@ SELECT
     strftime(make_timestamp_ns(min(arrived_at_ns)), '%Y-%m-%d %H:%M:%S') AS first_at,
     strftime(make_timestamp_ns(max(arrived_at_ns)), '%Y-%m-%d %H:%M:%S') AS last_at
 FROM requests
-WHERE arrived_at_ns >= $since AND ($label::VARCHAR IS NULL OR label = $label)
 GROUP BY label, connector, outcome, outcome_detail, current_step, joined_by
 ORDER BY label, requests DESC, connector, outcome, detail

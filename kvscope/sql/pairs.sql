@@ -1,7 +1,6 @@
 -- title: Pairs of prefill and decode engine
 -- description: TTFT, coordination wait and transfer rate of each P x D pair: a pair that is slower than its
 --   peers has a link or an engine of its own to look at. Rates are per request, all its ranks together.
--- parameters: since, label
 -- column label: Kind of traffic; empty is production
 -- column connector: push, pull or bidirectional
 -- column p_engine: Prefill engine
@@ -21,7 +20,7 @@ SELECT
     p_engine,
     d_engine,
     count(*) AS requests,
-    count(*) FILTER (outcome IS DISTINCT FROM 'finished') AS not_finished,
+    count(*) FILTER (outcome IS NULL OR outcome NOT IN ('finished', 'in flight')) AS not_finished,
     round(quantile_cont(ttft_ns, 0.5) / 1e6, 3) AS p50_ttft_ms,
     round(quantile_cont(ttft_ns, 0.99) / 1e6, 3) AS p99_ttft_ms,
     round(quantile_cont(coordination_ns, 0.5) / 1e6, 3) AS p50_coordination_ms,
@@ -30,10 +29,6 @@ SELECT
     round(quantile_cont(transfer_bytes / nullif(wire_upper_ns, 0), 0.5), 3) AS p50_gb_per_s,
     round(max(best_rate_bytes_per_s) / 1e9, 3) AS best_gb_per_s
 FROM waits
-WHERE
-    arrived_at_ns >= $since
-    AND ($label::VARCHAR IS NULL OR label = $label)
-    AND p_engine IS NOT NULL
-    AND d_engine IS NOT NULL
+WHERE p_engine IS NOT NULL AND d_engine IS NOT NULL
 GROUP BY label, connector, p_engine, d_engine
 ORDER BY label, connector, p50_ttft_ms DESC NULLS LAST, p_engine, d_engine

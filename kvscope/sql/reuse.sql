@@ -1,7 +1,6 @@
 -- title: Reuse of KV kept on D (bidirectional)
 -- description: What became of the KV that D had kept for a later turn, and whether reading it back paid:
 --   net_benefit_ms is the prefill saved, at P's own median cost per computed token, minus the wait added.
--- parameters: since, label
 -- column label: Kind of traffic; empty is production
 -- column reuse_outcome: pulled, below threshold, expired, metadata missing, local hit or failed
 -- column p_engine: Prefill engine
@@ -22,12 +21,11 @@ WITH cost AS (
         ) AS ns_per_token
     FROM requests
     WHERE
-        arrived_at_ns >= $since
-        AND prefill_compute_ns > 0
+        prefill_compute_ns > 0
         AND prompt_tokens - coalesce(p_cached_tokens, 0) - coalesce(reuse_pulled_tokens, 0) > 0
     GROUP BY p_engine
 ), added AS (
-    SELECT id, sum(ns) AS ns FROM request_steps WHERE step LIKE 'prefill.reuse_%' AND arrived_at_ns >= $since GROUP BY id
+    SELECT id, sum(ns) AS ns FROM request_steps WHERE step LIKE 'prefill.reuse_%' GROUP BY id
 )
 SELECT
     r.label,
@@ -46,9 +44,6 @@ SELECT
 FROM requests AS r
 LEFT JOIN cost AS c ON c.p_engine = r.p_engine
 LEFT JOIN added AS a ON a.id = r.id
-WHERE
-    r.arrived_at_ns >= $since
-    AND ($label::VARCHAR IS NULL OR r.label = $label)
-    AND r.reuse_outcome IS NOT NULL
+WHERE r.reuse_outcome IS NOT NULL
 GROUP BY r.label, r.reuse_outcome, r.p_engine
 ORDER BY r.label, requests DESC, r.reuse_outcome, r.p_engine

@@ -1,6 +1,6 @@
 -- title: Slowest requests
 -- description: The requests with the longest TTFT, and where it went; `kvscope explain ID` tells the rest.
--- parameters: since, limit, label
+-- parameters: limit
 -- column id: Id of the request; explain takes it
 -- column client_id: The client's request id
 -- column arrived: Arrival, UTC
@@ -33,6 +33,6 @@ SELECT
     p_engine,
     d_engine
 FROM waits
-WHERE arrived_at_ns >= $since AND ($label::VARCHAR IS NULL OR label = $label) AND ttft_ns IS NOT NULL
+WHERE ttft_ns IS NOT NULL
 ORDER BY ttft_ns DESC, id
 LIMIT $limit

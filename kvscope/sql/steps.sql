@@ -1,6 +1,5 @@
 -- title: Steps on the critical path
 -- description: What each step takes of all TTFT of a connector, and its percentiles over the requests that had it.
--- parameters: since, label
 -- column label: Kind of traffic; empty is production
 -- column connector: push, pull, bidirectional or local
 -- column step: Step on the critical path
@@ -14,7 +13,7 @@
 WITH totals AS (
     SELECT label, connector, count(*) AS requests, sum(ttft_ns)::DOUBLE AS ttft_ns
     FROM requests
-    WHERE arrived_at_ns >= $since AND ttft_ns IS NOT NULL
+    WHERE ttft_ns IS NOT NULL
     GROUP BY label, connector
 )
 SELECT
@@ -30,10 +29,6 @@ SELECT
     round(quantile_cont(s.ns, 0.99) / 1e6, 3) AS p99_ms
 FROM request_steps AS s
 JOIN totals AS t ON s.label IS NOT DISTINCT FROM t.label AND s.connector IS NOT DISTINCT FROM t.connector
-WHERE
-    s.arrived_at_ns >= $since
-    AND ($label::VARCHAR IS NULL OR s.label = $label)
-    AND s.ttft_ns IS NOT NULL
-    AND s.ns > 0
+WHERE s.ttft_ns IS NOT NULL AND s.ns > 0
 GROUP BY s.label, s.connector, s.step, s.class
 ORDER BY s.label, s.connector, share_percent DESC, s.step

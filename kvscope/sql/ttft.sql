@@ -1,6 +1,5 @@
 -- title: Time to first token, by connector
 -- description: Percentiles of TTFT, and what it was made of on average: the five parts add up to mean_ms.
--- parameters: since, label
 -- column label: Kind of traffic; empty is production
 -- column connector: push, pull, bidirectional, or local where no KV was moved
 -- column requests: Requests with a first token
@@ -27,6 +26,6 @@ SELECT
     round(avg(coordination_ns) / 1e6, 3) AS coordination_ms,
     round(avg(coalesce(unknown_ns, 0)) / 1e6, 3) AS unknown_ms
 FROM waits
-WHERE arrived_at_ns >= $since AND ($label::VARCHAR IS NULL OR label = $label) AND ttft_ns IS NOT NULL
+WHERE ttft_ns IS NOT NULL
 GROUP BY label, connector
 ORDER BY label, requests DESC, connector

@@ -347,6 +347,14 @@ ENGINES = [
 ]
 
 
+def insert(connection: duckdb.DuckDBPyConnection, table: str, rows: list[Row]) -> None:
+    names = [column.name for column in schema.BY_NAME[table].columns]
+    marks = ", ".join("?" for _ in names)
+    for row in rows:
+        assert set(row) == set(names), (table, set(row) ^ set(names))
+        connection.execute(f"INSERT INTO {table} VALUES ({marks})", [row[name] for name in names])
+
+
 def fill(connection: duckdb.DuckDBPyConnection) -> None:
     """Make the store's tables and put the rows in."""
     tables = {
@@ -356,14 +364,11 @@ def fill(connection: duckdb.DuckDBPyConnection) -> None:
         "handshakes": HANDSHAKES,
         "failures": FAILURES,
         "engines": ENGINES,
+        "samples": [],
     }
     for table in schema.TABLES:
         connection.execute(schema.create_sql(table))
-        names = [column.name for column in table.columns]
-        marks = ", ".join("?" for _ in names)
-        for row in tables[table.name]:
-            assert set(row) == set(names), (table.name, set(row) ^ set(names))
-            connection.execute(f"INSERT INTO {table.name} VALUES ({marks})", [row[name] for name in names])
+        insert(connection, table.name, tables[table.name])
     connection.execute("CREATE TABLE meta (key VARCHAR, value VARCHAR)")
     version = str(schema.VERSION)
     connection.execute(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from kvscope import lookup, query, schema, steps
+from kvscope import lookup, query, schema, selection, steps, views
 from kvscope.errors import KvscopeError, UsageError
 from kvscope.query import Limits, QueryError, QueryRefused
 
@@ -39,7 +38,10 @@ def ask(database: duckdb.DuckDBPyConnection, name: str, **parameters: str | int)
 def test_each_question_gives_the_columns_it_documents(database: duckdb.DuckDBPyConnection, name: str) -> None:
     question = query.questions()[name]
     used = database.extract_statements(question.sql)[0].named_parameters
-    assert used == set(question.parameters)
+    assert used <= {"since", "until", "limit"} & set(question.parameters), (
+        "label and where apply by themselves"
+    )
+    assert ("limit" in used) == ("limit" in question.parameters)
     result = query.ask(database.cursor(), name)
     assert result.columns == list(question.columns)
     assert result.rows, "the hand-made rows answer every question"
@@ -48,7 +50,8 @@ def test_each_question_gives_the_columns_it_documents(database: duckdb.DuckDBPyC
 
 def test_the_starter_questions_are_there() -> None:
     wanted = (
-        "ttft steps slowest pairs leads outcomes reuse transfers leases handshakes failures engines losses"
+        "ttft steps slowest pairs leads outcomes reuse transfers leases handshakes failures engines losses "
+        "fleet fleet_bands fleet_steps fleet_trend sessions"
     )
     assert set(query.questions()) >= set(wanted.split())
 
@@ -96,30 +99,28 @@ def test_answers_to_the_other_questions(database: duckdb.DuckDBPyConnection) -> 
 def test_since_leaves_out_what_came_before(database: duckdb.DuckDBPyConnection) -> None:
     moment = rows.T0_NS + 7 * 10**9
     assert {row["connector"] for row in ask(database, "ttft", since=moment)} == {"local", "pull"}
-    assert query.since_ns("10m", now_ns=10**15) == 10**15 - 600 * 10**9
-    assert query.since_ns(None) == 0
 
 
 def test_the_class_sums_come_from_the_steps(database: duckdb.DuckDBPyConnection) -> None:
     for stored in query.run_sql(database.cursor(), "SELECT * FROM waits").dicts():
-        derived = query.waits(stored)
+        derived = views.waits(stored)
         assert {name: stored[name] for name in derived} == derived
         if stored["ttft_ns"] is not None:
             classes = ("compute_wait_ns", "transfer_ns", "coordination_ns")
             assert sum(stored[c] for c in classes) + (stored["unknown_ns"] or 0) == stored["ttft_ns"]
     assert [s.name for s in steps.STEPS if s.class_ == steps.UNKNOWN] == ["unknown"]
     described = query.run_sql(database.cursor(), "DESCRIBE waits").dicts()
-    assert [row["column_name"] for row in described if row["column_name"] not in query.WAITS_COLUMNS] == []
-    assert len(described) == len(query.WAITS_COLUMNS)
+    assert [row["column_name"] for row in described if row["column_name"] not in views.WAITS_COLUMNS] == []
+    assert len(described) == len(views.WAITS_COLUMNS)
 
 
 def test_a_comment_block_that_is_not_complete_is_refused() -> None:
-    good = "-- title: T\n-- description: D\n-- parameters: since\n-- column a: A\nSELECT 1 AS a"
+    good = "-- title: T\n-- description: D\n-- parameters: limit\n-- column a: A\nSELECT 1 AS a"
     assert query.parse_question("x", good).columns == {"a": "A"}
     for broken in (
         good.replace("-- title: T\n", ""),
         good.replace("-- column a: A\n", ""),
-        good.replace("since", "until"),
+        good.replace("limit", "since, limit"),
         good.replace("-- column a", "-- colum a"),
     ):
         with pytest.raises(ValueError, match=r"x\.sql"):
@@ -146,7 +147,9 @@ HOSTILE = {
     "nothing": ("  -- nothing\n", "exactly one"),
     "not SQL": ("SELEC 1", "syntax error"),
     "65 KB of text": ("SELECT 1 --" + "x" * 65536, "64 KiB"),
-    "another parameter": ("SELECT $until", r"\$since"),
+    "another parameter": ("SELECT $then", r"\$since"),
+    "lone surrogate": ("SELECT '\udcff'", "no valid text"),
+    "NUL": ("SELECT '\0'", "NUL"),
 }
 
 
@@ -321,8 +324,15 @@ def test_json_names_steps_and_keeps_ids(database: duckdb.DuckDBPyConnection) -> 
     assert lookup.request_json(as_tuples) == lookup.request_json(rows.LIVE)
 
 
-def test_schema_has_a_time_for_every_question() -> None:
-    for question in query.questions().values():
-        assert "since" in question.parameters
-        assert re.search(r"_at_ns >= \$since|at_ns >= \$since", question.sql), question.name
+def test_every_question_takes_what_can_apply_to_it() -> None:
+    of_requests = {
+        name for name, one in query.questions().items() if {"label", "where"} & set(one.parameters)
+    }
+    others = set(query.questions()) - of_requests
+    assert others == {"transfers", "leases", "handshakes", "failures", "engines", "losses"}
+    for name, question in query.questions().items():
+        timed = {"since", "until"} & set(question.parameters)
+        assert timed == (set() if name in ("engines", "losses") else {"since", "until"}), name
+        assert ({"label", "where"} <= set(question.parameters)) == (name in of_requests), name
+    assert set(selection.TIMES) == set(schema.BY_NAME) - {"engines"}
     assert schema.REQUESTS.columns[0].name == "id"

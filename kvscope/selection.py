@@ -1,0 +1,157 @@
+"""Which rows a query is about: a span of time, a kind of traffic, filters.
+
+On a reading connection, temporary views that are named like the tables take their place, restricted to the
+selection; so neither named questions nor users' SQL say anything about it. On a daemon, the view `requests`
+also has the requests that are in flight and have had their first token.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import datetime, timedelta, timezone
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvscope import schema, storefile
+from kvscope.errors import UsageError
+from kvscope.filters import Filter, literal
+from kvscope.text import duration_ns, printable
+from kvscope.views import VIEWS, waits_sql
+
+if TYPE_CHECKING:
+    import duckdb
+
+LIVE = "live_requests"
+"""Name under which a cursor has the requests that are not stored: a table with the columns of `requests`."""
+LATE_NS = 600 * 10**9
+"""How much earlier a request may turn out to have arrived than was known while it was in flight."""
+
+TIMES = {name: column for name, column in storefile.TIMES.items() if name != schema.ENGINES.name}
+"""By table that is restricted: the column that says when a row began. Engines are there all the time."""
+
+
+class Selection(NamedTuple):
+    """The rows that a query is about."""
+
+    since_ns: int = 0
+    """Unix time: what began then or later; 0 for all."""
+    until_ns: int | None = None
+    """Unix time: what began before; None for all."""
+    label: str | None = None
+    """Kind of traffic, `''` for production; None for all."""
+    filters: tuple[Filter, ...] = ()
+
+
+def moment_ns(value: str | int | None, now_ns: int | None = None, name: str = "since") -> int | None:
+    """Unix nanoseconds of a moment: a duration before now, ISO 8601 (UTC unless it says otherwise) or Unix
+    nanoseconds; None where nothing is given.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    if value is None or value == "":
+        return None
+    wrong = UsageError(
+        f"{name}: {printable(value)[:40]!r} is no duration before now such as 10m, no moment such as "
+        "2026-11-29T15:54:09, and no Unix nanoseconds"
+    )
+    if isinstance(value, int) or (value.isascii() and value.isdigit()):
+        moment = int(value) if len(str(value)) < 20 else -1
+    elif match := _ISO.fullmatch(value.strip()):
+        try:
+            moment = _iso_ns(match)
+        except (ValueError, OverflowError):
+            raise wrong from None
+    else:
+        try:
+            ago_ns = duration_ns(value)
+        except UsageError:
+            raise wrong from None
+        moment = max(0, (time.time_ns() if now_ns is None else now_ns) - ago_ns)
+    if not 0 <= moment < 2**63:
+        raise wrong
+    return moment
+
+
+_ISO = re.compile(
+    r"(\d{4})-(\d\d)-(\d\d)(?:[Tt ](\d\d):(\d\d)(?::(\d\d)(?:[.,](\d{1,9}))?)?)?"
+    r"(?: ?(?:[Zz]|UTC|([+-])([01]\d|2[0-3]):?([0-5]\d)))?",
+    re.ASCII,
+)
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+
+
+def _iso_ns(match: re.Match[str]) -> int:
+    year, month, day, hour, minute, second = (int(part or 0) for part in match.groups()[:6])
+    sign = -1 if match[8] == "-" else 1
+    offset = timedelta(hours=int(match[9] or 0), minutes=int(match[10] or 0)) * sign
+    moment = datetime(year, month, day, hour, minute, second, tzinfo=timezone.utc) - offset
+    return int((moment - _EPOCH).total_seconds()) * 10**9 + int((match[7] or "").ljust(9, "0"))
+
+
+def make_views(cursor: duckdb.DuckDBPyConnection, selection: Selection | None, live: Any = None) -> None:
+    """Make the views on `cursor`, and those that take the tables' places where something is selected.
+
+    Args:
+        live: a pyarrow table with the columns of `requests`: requests that may not be stored yet.
+    """
+    if live is not None:
+        cursor.register(LIVE, live)
+    if live is not None or selection not in (None, Selection()):
+        chosen = selection or Selection()
+        for name in TIMES:
+            if name == schema.REQUESTS.name:
+                sql = requests_sql(cursor, chosen, live)
+            else:
+                stored = storefile.relation(cursor, name, chosen.since_ns, chosen.until_ns)
+                sql = f"SELECT * FROM {stored}{_where(_time_conditions(name, chosen))}"
+            cursor.execute(f"CREATE OR REPLACE TEMP VIEW {name} AS {sql}")
+    for name, sql in VIEWS.items():
+        cursor.execute(f"CREATE OR REPLACE TEMP VIEW {name} AS {sql}")
+
+
+def requests_sql(
+    cursor: duckdb.DuckDBPyConnection, selection: Selection, live: Any = None, first_token: bool = True
+) -> str:
+    """A SELECT of the requests of `selection`, stored and `live`.
+
+    Args:
+        first_token: leave out those in flight that have had no first token.
+    """
+    name, at = schema.REQUESTS.name, TIMES[schema.REQUESTS.name]
+    table = storefile.relation(cursor, name, selection.since_ns, selection.until_ns)
+    names = [column.name for column in schema.REQUESTS.columns]
+    conditions = _time_conditions(name, selection)
+    if selection.label is not None:
+        conditions.append(f"coalesce(label, '') = {literal(selection.label)}")
+    stored = {column.name for column in schema.REQUESTS.columns}
+    conditions += [one.sql() for one in selection.filters if one.column in stored]
+    sql = f"SELECT * FROM {table}{_where(conditions)}"
+    if live is not None and live.num_rows:
+        # The bound lets the store skip all but the youngest rows.
+        least_ns = min((at_ns for at_ns in live.column(at).to_pylist() if at_ns is not None), default=0)
+        columns = ", ".join(f'CAST("{c.name}" AS {c.type}) AS "{c.name}"' for c in schema.REQUESTS.columns)
+        seen = ["(ttft_ns IS NOT NULL OR outcome IS DISTINCT FROM 'in flight')"] if first_token else []
+        sql += (
+            f" UNION ALL SELECT {columns} FROM {LIVE} ANTI JOIN "
+            f"(SELECT id FROM {storefile.relation(cursor, name)} WHERE {at} >= {least_ns - LATE_NS}) "
+            "AS stored USING (id)"
+            f"{_where(conditions + seen)}"
+        )
+    derived = [one.sql() for one in selection.filters if one.column not in stored]
+    if derived:
+        listed = ", ".join(f'"{name}"' for name in names)
+        sql = f"SELECT {listed} FROM ({waits_sql(f'({sql})')}){_where(derived)}"
+    return sql
+
+
+def _time_conditions(table: str, selection: Selection) -> list[str]:
+    column = TIMES[table]
+    conditions = [f"{column} >= {selection.since_ns}"] if selection.since_ns else []
+    if selection.until_ns is not None:
+        conditions.append(f"{column} < {selection.until_ns}")
+    return conditions
+
+
+def _where(conditions: list[str]) -> str:
+    return f" WHERE {' AND '.join(conditions)}" if conditions else ""
