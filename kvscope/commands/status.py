@@ -10,11 +10,12 @@ examples:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvscope.client import Daemon
 from kvscope.commands import add_source_arguments, daemon_url, print_json
+from kvscope.health import problems, version
 from kvscope.text import printable, size, span, table, utc
 
 
@@ -31,41 +32,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(status_text(status, wrong))
     return 1 if wrong else 0
-
-
-def problems(status: Mapping[str, Any]) -> Iterator[str]:
-    """What is lost, missing or broken, one line each, the gravest first."""
-    for problem in status["problems"]:
-        yield printable(problem)
-    rings: Sequence[Mapping[str, Any]] = status["rings"]
-    if not rings:
-        yield (
-            f"no engine records into {printable(status['dir'])}: is KVSCOPE_DIR the same there, and the "
-            "connector instrumented (kv_connector_module_path)?"
-        )
-    for ring in rings:
-        name = f"{printable(ring['engine'])} {ring['source']} {ring['rank']}"
-        if ring["state"] == "stopped":
-            yield f"RECORDER STOPPED in {name}: {printable(ring['state_detail']) or 'reason not known'}"
-        if ring["state"] == "gone":
-            yield f"ENGINE GONE: {name} (pid {ring['pid']}) ended without saying so"
-        if ring["lost"]:
-            share = 100 * ring["lost"] / (ring["lost"] + ring["read"])
-            yield f"LOST {ring['lost']} events ({share:.2g} %, {ring['torn']} of them torn) of {name}"
-        if ring["rejected"]:
-            yield f"NOT UNDERSTOOD: {ring['rejected']} events of {name}; use one kvscope version everywhere"
-    hooks = sorted({(hook, _version(ring, "vllm")) for ring in rings for hook in ring["hooks_missing"]})
-    for hook, vllm in hooks:
-        where = f"vLLM {vllm}" if vllm else "that engine's vLLM"
-        yield f"HOOK MISSING: {printable(hook)}, which {where} lacks; its steps are unknown"
-    for file in status["unreadable"]:
-        yield f"UNREADABLE: {printable(file['reason'] if file['path'] in file['reason'] else _joined(file))}"
-    if refused := status["store"]["rows_refused"]:
-        yield f"NOT STORED: {refused} rows whose values do not fit their columns"
-    if faults := status["pipeline"]["faults"]:
-        yield f"NOT JOINED: {faults} events that kvscope stumbled over; see the daemon's log"
-    if untold := status["pipeline"]["untold"]:
-        yield f"NOT STORED: {untold} requests that kvscope could not make out; see the daemon's log"
 
 
 def status_text(status: Mapping[str, Any], wrong: Sequence[str]) -> str:
@@ -125,13 +91,5 @@ def _rings(rings: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _versions(ring: Mapping[str, Any]) -> str:
-    found = {"kvscope": ring["kvscope"], "vllm": _version(ring, "vllm"), "nixl": _version(ring, "nixl")}
+    found = {"kvscope": ring["kvscope"], "vllm": version(ring, "vllm"), "nixl": version(ring, "nixl")}
     return ", ".join(f"{name} {version}" for name, version in found.items() if version)
-
-
-def _version(ring: Mapping[str, Any], name: str) -> str:
-    return printable((ring["fingerprint"] or {}).get(name))
-
-
-def _joined(file: Mapping[str, str]) -> str:
-    return f"{file['path']}: {file['reason']}"
