@@ -7,17 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvscope import steps
+from kvscope.advice import verdict
 from kvscope.text import ms, printable, shortened, size, span, table, utc
+from kvscope.waterfall import Line, waterfall
 
 Row = Mapping[str, Any]
+Note = tuple[str, str]
+"""A sentence and how grave it is: `bad`, `warn` or empty."""
 
-_SHORT = {steps.COORDINATION: "coord."}
-_SEEN = {
-    steps.ESTIMATED: "est.",
-    steps.TELEMETRY: "nixl",
-    steps.INFERRED: "infer.",
-    steps.NOT_OBSERVED: "none",
-}
 _COLOURS = {
     steps.COMPUTE: "32",
     steps.CAPACITY: "33",
@@ -25,7 +22,6 @@ _COLOURS = {
     steps.COORDINATION: "31",
     steps.UNKNOWN: "35",
 }
-_MIN_BAR = 6
 _MAX_TRANSFERS = 8
 
 
@@ -37,15 +33,25 @@ def explain(found: Row, width: int = 80, colour: bool = False) -> str:
             known, `transfers`, `leases`, `failures`, `engines` and `as_of_ns` (for a request in flight).
         colour: mark classes by ANSI colours.
     """
-    request = found["request"]
+    request, as_of_ns = found["request"], found.get("as_of_ns")
+    said = verdict(request, as_of_ns)
     sections = [
         _header(request, found.get("engines") or (), width),
-        _wrapped(answer(request), width),
-        _waterfall(request, found.get("as_of_ns"), width, colour),
-        [line for note in _notes(found) for line in _wrapped("- " + note, width, "  ")],
-        _transfers(found.get("transfers") or (), width),
+        [*_wrapped(answer(request), width), *(_wrapped(said, width) if said else ())],
+        [_text(line, colour) for line in waterfall(request, as_of_ns, width)],
+        [line for note, _ in notes(found) for line in _wrapped("- " + note, width, "  ")],
+        transfers_text(found.get("transfers") or (), width),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
+
+
+def _text(line: Line, colour: bool) -> str:
+    """A line for a terminal: only classes are coloured."""
+    if not colour:
+        return "".join(text for text, _ in line).rstrip()
+    return "".join(
+        f"\x1b[{_COLOURS[style]}m{text}\x1b[0m" if style in _COLOURS else text for text, style in line
+    ).rstrip()
 
 
 def answer(request: Row) -> str:
@@ -120,36 +126,45 @@ def _state(request: Row) -> str:
 
 
 def _header(request: Row, engines: Sequence[Row], width: int) -> list[str]:
-    name = printable(request.get("client_id") or request.get("id"))
-    lines = [f"request {name}", f"{request.get('connector') or 'connector not known'}, {_state(request)}"]
-
-    def add(key: str, value: str) -> None:
-        if value:
-            lines.extend(_wrapped(f"  {key:<10} {value}", width, " " * 13))
-
-    add("id", str(request.get("id")))
-    add("arrived", f"{utc(request.get('arrived_at_ns'))} UTC")
-    for side, key in (("p", "prefill"), ("d", "decode")):
-        if request.get(f"{side}_engine"):
-            add(
-                key, f"{printable(request[f'{side}_engine'])}, as {printable(request.get(f'{side}_request'))}"
-            )
-    if (request.get("d_legs") or 0) > 1:
-        add("legs", f"{request['d_legs']} decode legs; told here is the one with the first token")
-    add("model", ", label ".join(printable(request[k]) for k in ("model", "label") if request.get(k)))
-    if request.get("turn"):
-        add(
-            "session",
-            f"turn {request['turn']} of the conversation that request {request.get('session')} began",
-        )
-    add("trace", printable(request.get("trace_id")))
-    add("tokens", _tokens(request))
-    add("joined by", printable(request.get("joined_by")) if request.get("joined_by") else "")
-    add("versions", _versions(request, engines))
+    lines = list(title(request))
+    for key, value in facts(request, engines):
+        lines.extend(_wrapped(f"  {key:<10} {value}", width, " " * 13))
     return lines
 
 
-def _tokens(request: Row) -> str:
+def title(request: Row) -> tuple[str, str]:
+    """Which request it is, and how it was moved and what came of it."""
+    name = printable(request.get("client_id") or request.get("id"))
+    connector = printable(request.get("connector")) or "connector not known"
+    return f"request {name}", f"{connector}, {_state(request)}"
+
+
+def facts(request: Row, engines: Sequence[Row] = ()) -> list[tuple[str, str]]:
+    """What is known of it beside its steps, as pairs of a name and a text; only what is known."""
+    found = {
+        "id": str(request.get("id")),
+        "arrived": f"{utc(request.get('arrived_at_ns'))} UTC",
+    }
+    for side, key in (("p", "prefill"), ("d", "decode")):
+        if request.get(f"{side}_engine"):
+            name = printable(request.get(f"{side}_request"))
+            found[key] = f"{printable(request[f'{side}_engine'])}, as {name}"
+    if (request.get("d_legs") or 0) > 1:
+        found["legs"] = f"{request['d_legs']} decode legs; told here is the one with the first token"
+    found["model"] = ", label ".join(printable(request[k]) for k in ("model", "label") if request.get(k))
+    if request.get("turn"):
+        found["session"] = (
+            f"turn {request['turn']} of the conversation that request {request.get('session')} began"
+        )
+    found["trace"] = printable(request.get("trace_id"))
+    found["tokens"] = ", ".join(f"{count} {word}" for word, count in tokens(request))
+    found["joined by"] = printable(request.get("joined_by"))
+    found["versions"] = _versions(request, engines)
+    return [(key, value) for key, value in found.items() if value]
+
+
+def tokens(request: Row) -> list[tuple[str, int]]:
+    """Tokens by where they came from; a source that gave none is left out."""
     words = {
         "prompt_tokens": "prompt",
         "p_cached_tokens": "cached on P",
@@ -160,11 +175,11 @@ def _tokens(request: Row) -> str:
         "output_tokens": "generated",
     }
     always = ("prompt_tokens", "output_tokens")
-    return ", ".join(
-        f"{request[key]} {word}"
+    return [
+        (word, request[key])
         for key, word in words.items()
         if request.get(key) or (key in always and request.get(key) is not None)
-    )
+    ]
 
 
 def _versions(request: Row, engines: Sequence[Row]) -> str:
@@ -182,146 +197,54 @@ def _versions(request: Row, engines: Sequence[Row]) -> str:
     return "; ".join(f"{side}: {text}" for side, text in known.items())
 
 
-# --- waterfall ---------------------------------------------------------------------------------------
-
-
-def _waterfall(request: Row, as_of_ns: int | None, width: int, colour: bool) -> list[str]:
-    intervals = sorted(
-        (_interval(entry) for entry in request.get("waterfall") or ()),
-        key=lambda i: (i["from_ns"], i["from_ns"] + i["ns"], not i["critical"]),
-    )
-    ttft = request.get("ttft_ns")
-    generate_ns = request.get("decode_generate_ns")
-    if ttft is not None and generate_ns is not None:
-        # Stored as its column alone: it begins with the first token.
-        entry = {"from_ns": ttft, "ns": generate_ns, "critical": False, "error_ns": 0}
-        intervals.append({**entry, "step": steps.BY_NAME["decode.generate"], "observed": steps.HOOK})
-    open_ = _open_interval(request, intervals, as_of_ns)
-    if open_ is not None:
-        intervals.append(open_)
-    if not intervals:
-        return []
-    axis_ns = ttft or max(i["from_ns"] + i["ns"] for i in intervals) or 1
-    errors = any(i["error_ns"] for i in intervals)
-    head = f"{'':1} {'from':>7} {'to':>7} {'ms':>7} {'step':<23} {'class':<8} {'seen':<6}" + (
-        f" {'± ms':>6} " if errors else ""
-    )
-    bar_width = max(_MIN_BAR, width - len(head) - 1)
-    end = f"{(axis_ns + 500_000) // 10**6} ms" if axis_ns >= 10**7 else f"{ms(axis_ns)} ms"
-    scale = f"0{end:>{bar_width - 1}}" if len(end) < bar_width - 1 else end
-    lines = [f"{head} {scale}".rstrip()]
-    for i in intervals:
-        start, end = i["from_ns"], i["from_ns"] + i["ns"]
-        step: steps.Step = i["step"]
-        mark = ">" if i is open_ else "*" if i["critical"] else " "
-        bar = "" if not step.in_ttft else _bar(start, end, axis_ns, bar_width, bool(i["critical"]))
-        class_ = f"{_SHORT.get(step.class_, step.class_):<8}"
-        seen = f"{_SEEN.get(i['observed'], i['observed']):<6}"
-        if errors:
-            shorter = "!" if i["ns"] < i["error_ns"] else " "
-            seen += f" {ms(i['error_ns']) if i['error_ns'] else '':>6}{shorter}"
-        if colour:
-            class_, bar = (f"\x1b[{_COLOURS[step.class_]}m{text}\x1b[0m" for text in (class_, bar))
-        to = "" if i is open_ else ms(end)
-        line = f"{mark} {ms(start):>7} {to:>7} {ms(i['ns']):>7} {step.name:<23} {class_} {seen} {bar}"
-        lines.append(line.rstrip())
-    if any(i["ns"] < i["error_ns"] for i in intervals):
-        lines.append(f"{'':25} ! shorter than the clocks' error: its length is not known")
-    covered = sum(i["ns"] for i in intervals if i["critical"] and i["step"].in_ttft and i is not open_)
-    lines.append(f"{'':17} {ms(covered):>7} sum of the critical path (*)" + _sum_verdict(covered, ttft))
-    if any(not i["critical"] and i["step"].in_ttft for i in intervals):
-        lead = request.get("lead_ns")
-        known = "" if lead is None else f"; lead {ms(lead)} ms"
-        lines.append(f"{'':25} ░ overlapped: not in the sum{known}")
-    return lines
-
-
-def _interval(entry: Row) -> dict[str, Any]:
-    """An entry of the waterfall with its step, whether steps came by code (store) or by name (API)."""
-    step, observed = entry["step"], entry["observed"]
-    return {
-        **entry,
-        "step": steps.STEPS[step] if isinstance(step, int) else steps.BY_NAME[step],
-        "observed": steps.OBSERVED[observed] if isinstance(observed, int) else observed,
-    }
-
-
-def _open_interval(request: Row, intervals: Sequence[Row], as_of_ns: int | None) -> dict[str, Any] | None:
-    """The step that a request in flight is in, up to now."""
-    if not request.get("in_flight") or as_of_ns is None or request.get("arrived_at_ns") is None:
-        return None
-    name = str(request.get("current_step") or "")
-    known_ns = max((i["from_ns"] + i["ns"] for i in intervals if i["critical"]), default=0)
-    age_ns = as_of_ns - request["arrived_at_ns"] - known_ns
-    return {
-        "step": steps.BY_NAME.get(name, steps.BY_NAME["unknown"]),
-        "from_ns": known_ns,
-        "ns": max(0, age_ns),
-        "critical": True,
-        "observed": steps.HOOK,
-        "error_ns": 0,
-    }
-
-
-def _bar(start: int, end: int, axis_ns: int, width: int, critical: bool) -> str:
-    first = min(width - 1, max(0, start * width // axis_ns))
-    last = min(width, max(first + 1, -(-end * width // axis_ns)))
-    full = "█" if critical else "░"
-    return " " * first + (full * (last - first) if end > start else "│")
-
-
-def _sum_verdict(covered: int, ttft: int | None) -> str:
-    if ttft is None:
-        return "; no first token"
-    if covered == ttft:
-        return " = TTFT"
-    return f", but TTFT is {ms(ttft)}: a fault of kvscope, please report it"
-
-
 # --- notes -------------------------------------------------------------------------------------------
 
 
-def _notes(found: Row) -> Iterator[str]:
+def notes(found: Row, leases: bool = True) -> Iterator[Note]:
+    """What it means, in sentences, what happened first; `leases`: with a sentence on each lease."""
     request = found["request"]
     yield from _outcome_notes(request, found.get("as_of_ns"))
-    yield from _lead_notes(request)
-    yield from _reuse_notes(request)
-    yield from _lease_notes(found.get("leases") or (), request)
+    for text in (*_lead_notes(request), *_reuse_notes(request)):
+        yield text, ""
+    if leases:
+        yield from ((text, "") for text in _lease_notes(found.get("leases") or (), request))
     for failure in (found.get("failures") or ())[:5]:
         detail = f" ({printable(failure['detail'])})" if failure.get("detail") else ""
         name = shortened(printable(failure.get("name")), 60)
         where = f"{printable(failure['engine'])}, {failure['source']} {failure['rank']}"
-        yield f"failure {name}{detail} in {where}"
-    yield from _quality_notes(request, found.get("engines") or ())
-    yield from _prediction_notes(request)
+        yield f"failure {name}{detail} in {where}", "bad"
+    yield from ((text, "warn") for text in _quality_notes(request, found.get("engines") or ()))
+    yield from ((text, "") for text in _prediction_notes(request))
 
 
-def _outcome_notes(request: Row, as_of_ns: int | None) -> Iterator[str]:
+def _outcome_notes(request: Row, as_of_ns: int | None) -> Iterator[Note]:
     outcome = request.get("outcome")
     detail = printable(request.get("outcome_detail")) or "not known"
     step = printable(request.get("current_step")) or "a step not known"
     if request.get("in_flight") and as_of_ns is not None and request.get("arrived_at_ns") is not None:
         age = as_of_ns - request["arrived_at_ns"]
-        yield f"in flight for {span(age)}; now in {step} (>)"
+        yield f"in flight for {span(age)}; now in {step} (>)", ""
     elif outcome == "lost":
-        yield f"lost: an engine of it is gone; the last thing known is that it was in {step}"
+        yield f"lost: an engine of it is gone; the last thing known is that it was in {step}", "bad"
     elif outcome == "incomplete":
-        yield f"incomplete: nothing more came from its engines; last known in {step}"
+        yield f"incomplete: nothing more came from its engines; last known in {step}", "bad"
     elif outcome in ("aborted", "error", "ignored"):
-        yield f"{outcome}: {detail}"
+        yield f"{outcome}: {detail}", "bad"
     if request.get("recomputed_tokens"):
         yield (
             f"silently recomputed: D computed {request['recomputed_tokens']} of "
             f"{request.get('prompt_tokens')} prompt tokens although P had them (a failed load or a "
-            "preemption)"
+            "preemption)",
+            "bad",
         )
     if request.get("read_after_expiry"):
         yield (
             "READ AFTER EXPIRY: P had given the blocks back before D was done with them; the answer may rest "
-            "on the KV of another request; give leases more time, or find why D came so late"
+            "on the KV of another request; give leases more time, or find why D came so late",
+            "bad",
         )
     if request.get("preemptions"):
-        yield f"preemptions: {request['preemptions']}, for want of KV blocks"
+        yield f"preemptions: {request['preemptions']}, for want of KV blocks", "warn"
 
 
 def _lead_notes(request: Row) -> Iterator[str]:
@@ -433,13 +356,15 @@ def _prediction_notes(request: Row) -> Iterator[str]:
 # --- transfers ---------------------------------------------------------------------------------------
 
 
-def _transfers(transfers: Sequence[Row], width: int) -> list[str]:
+def transfers_text(transfers: Sequence[Row], width: int, at_most: int = _MAX_TRANSFERS) -> list[str]:
+    """A table of the request's transfers, one line per rank and operation; empty if there are none."""
     if not transfers:
         return []
     rows = []
-    for t in transfers[:_MAX_TRANSFERS]:
+    for t in transfers[:at_most]:
         lower, upper = t.get("wire_lower_ns"), t.get("wire_upper_ns")
-        rate = f"{t['bytes'] / upper:.2f}" if t.get("bytes") and upper else ""
+        most_ns = (t.get("post_ns") or 0) + upper if upper is not None else 0
+        rate = f"{t['bytes'] / most_ns:.2f}" if t.get("bytes") and most_ns else ""
         wire = "" if upper is None else f"{ms(lower)}–{ms(upper)}"
         telemetry = "" if t.get("telemetry_xfer_us") is None else ms(t["telemetry_xfer_us"] * 1000)
         rows.append(
@@ -457,8 +382,8 @@ def _transfers(transfers: Sequence[Row], width: int) -> list[str]:
         )
     head = ("op", "rank", "size", "descr.", "post ms", "wire ms", "nixl ms", "≥ GB/s", "state")
     lines = table(head, rows, max_width=width).splitlines()
-    if len(transfers) > _MAX_TRANSFERS:
-        lines.append(f"and {len(transfers) - _MAX_TRANSFERS} transfers more")
+    if len(transfers) > at_most:
+        lines.append(f"and {len(transfers) - at_most} transfers more")
     lines.append(
         "wire: least and most time that the polls allow; nixl: its own duration, which ends at the poll"
     )

@@ -11,7 +11,8 @@ from typing import Any
 import duckdb
 import pytest
 
-from kvscope import lookup
+from kvscope import lookup, steps
+from kvscope.advice import ADVICE, of_step, verdict
 from kvscope.explain import answer, explain
 
 from . import rows
@@ -124,3 +125,74 @@ def test_what_has_to_be_said_is_said(
 ) -> None:
     text = " ".join(explain({**found(database, row), "request": row}).split())
     assert words in text
+
+
+def test_every_step_has_its_advice() -> None:
+    assert set(ADVICE) == set(steps.BY_NAME)
+    for name in ADVICE:
+        for connector in ("push", "pull", None):
+            why, help_ = of_step(name, connector)
+            assert why
+            assert help_
+            assert "{" not in why + help_
+
+
+def test_the_verdict_names_class_main_step_and_what_would_help() -> None:
+    assert verdict(rows.PUSH) == (
+        "Mostly coordination wait, 73 % of 412 ms; most of that in readiness.detect, 180 ms: the KV was "
+        "there, but P looks for completions once per engine step; shorter engine steps on P (smaller "
+        "batches, chunked prefill) would help, a faster link would not."
+    )
+    pulled = verdict({**rows.PUSH, "connector": "pull"})
+    assert "but D looks for completions" in pulled, "in pull it is D that moves the KV"
+
+
+def test_the_verdict_tells_of_the_class_even_where_another_step_is_the_longest() -> None:
+    row = rows.request(
+        51, ("prefill.compute", 0, 40), ("registration.route", 40, 75), ("readiness.detect", 75, 105)
+    )
+    said = verdict(row)
+    assert said.startswith(
+        "Mostly coordination wait, 62 % of 105 ms; most of that in registration.route, 35 ms"
+    )
+    assert said.endswith("Its longest step is prefill.compute, 40 ms.")
+
+
+def test_capacity_is_compute_wait_with_advice_of_its_own() -> None:
+    row = rows.request(52, ("registration.blocks", 0, 90), ("prefill.compute", 90, 100))
+    assert verdict(row).startswith(
+        "Mostly compute wait, 100 % of 100 ms; most of that in registration.blocks"
+    )
+    assert "more decode capacity would help" in verdict(row)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (rows.PUSH_LATE, "D's registration came 35 ms after prefill had finished."),
+        (rows.EXPIRED, "the answer may be wrong"),
+        (rows.RECOMPUTED, "D recomputed 512 prompt tokens."),
+        (rows.LOST, "No first token (lost); last seen in transfer.wire"),
+        (rows.request(53, first_token=False, outcome="lost"), "last seen in a step not known"),
+    ],
+)
+def test_the_verdict_says_what_else_matters(row: dict[str, Any], words: str) -> None:
+    assert words in verdict(row)
+
+
+def test_the_verdict_of_a_request_in_flight_tells_for_how_long() -> None:
+    said = verdict({**rows.LIVE, "in_flight": True}, AS_OF_NS)
+    assert said.startswith(
+        "No first token after 1.5 s; in transfer.dispatch for 1.4 s: both sides were ready"
+    )
+
+
+def test_after_long_the_verdict_is_that_the_other_side_is_missing() -> None:
+    late = verdict({**rows.LIVE, "in_flight": True}, AS_OF_NS + 10**10)
+    assert "the other side is gone, hangs or was never told" in late
+    queued = {**rows.LIVE, "in_flight": True, "current_step": "registration.admit"}
+    assert "more decode capacity" in verdict(queued, AS_OF_NS + 10**10), "a queue can be that long"
+
+
+def test_of_nothing_there_is_no_verdict() -> None:
+    assert verdict({"ttft_ns": 0}) == ""
