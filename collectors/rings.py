@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -130,6 +131,21 @@ class Tail:
         )
 
 
+class RingProcess(NamedTuple):
+    """A process that records, as its ring tells: for those who look at the process itself."""
+
+    path: Path
+    """Its ring, whose file it holds open."""
+    engine: str
+    source: str
+    rank: int
+    host: str
+    boot_id: str
+    pid: int
+    """In its own namespace."""
+    fingerprint: dict[str, Any]
+
+
 class Rings:
     """The rings in one directory.
 
@@ -204,6 +220,26 @@ class Rings:
         # Only the scheduler's ring tells of an orderly end; workers go with it.
         orderly = any(t.orderly for t in self.tails.values() if t.engine == tail.engine)
         return ("ended", None) if orderly else ("gone", None)
+
+    def processes(self) -> list[RingProcess]:
+        """Those that record now."""
+        found = []
+        for path, tail in self.tails.items():
+            if not tail.dead:
+                about = tail.reader.about
+                found.append(
+                    RingProcess(
+                        path,
+                        tail.engine,
+                        about.source,
+                        about.rank,
+                        about.host,
+                        about.boot_id,
+                        tail.reader.pid,
+                        about.fingerprint,
+                    )
+                )
+        return found
 
     def remove(self, tail: Tail) -> None:
         """Let go of a drained ring and, unless it is damaged, delete its file: all of it is on disk."""

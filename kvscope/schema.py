@@ -6,11 +6,13 @@ observed", never zero. Ids are unsigned 64-bit numbers that come out the same wh
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from kvscope.steps import STEPS
 
-VERSION = 1
+VERSION = 2
 """Of the store. A daemon refuses a store of another version and names both."""
 
 
@@ -239,8 +241,41 @@ ENGINES = Table(
     "id",
 )
 
-TABLES = (REQUESTS, TRANSFERS, LEASES, HANDSHAKES, FAILURES, ENGINES)
+SAMPLES = Table(
+    "samples",
+    "What is sampled beside requests: one number at one moment. docs/samples.md lists the names.",
+    (
+        Column(
+            "id", "UBIGINT", "Of an engine's own: hash of ring, number and name; of all others: counted up"
+        ),
+        Column("at_ns", "BIGINT", "When"),
+        Column("host", "VARCHAR", "Host name"),
+        Column("engine", "VARCHAR", "Engine id; empty where it is of the host"),
+        Column(
+            "source",
+            "VARCHAR",
+            "scheduler or worker where it is of one process; empty where of engine or host",
+        ),
+        Column("rank", "UINTEGER", "Worker rank; 0 where it is of no worker"),
+        Column("name", "VARCHAR", "What was sampled"),
+        Column("label", "VARCHAR", "Which of several: a thread, a network device, a reason; else empty"),
+        Column("value", "DOUBLE", "In the name's unit"),
+    ),
+    "id",
+)
+
+TABLES = (REQUESTS, TRANSFERS, LEASES, HANDSHAKES, FAILURES, ENGINES, SAMPLES)
 BY_NAME = {table.name: table for table in TABLES}
+
+
+_TRACE_ID = re.compile(r"[0-9a-f]{32}")
+
+
+def trace_id_of(row: Mapping[str, Any]) -> str:
+    """The trace id, 32 hex digits, under which a request (a row of `requests`) is found: its own W3C one or,
+    where it carried none, its `id` with zeros before it."""
+    own = (row["trace_id"] or "").lower()
+    return own if _TRACE_ID.fullmatch(own) and own.strip("0") else f"{int(row['id']):032x}"
 
 
 def create_sql(table: Table) -> str:

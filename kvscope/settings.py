@@ -10,15 +10,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
 
 from kvscope.errors import UsageError
 from kvscope.ring import default_directory
+from kvscope.text import duration_ns
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -68,9 +70,43 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         int, Meta(description="Most rows a query returns; the rest is cut and said so", ge=1)
     ] = 10_000
     sql_bytes: Annotated[int, Meta(description="Most bytes of rows a query returns", ge=1024)] = 16 << 20
+    sample_seconds: Annotated[
+        float,
+        Meta(
+            description="How often the host, vLLM's metrics and KV blocks are sampled; 0 leaves out the host "
+            "and vLLM's metrics",
+            ge=0,
+            le=3600,
+        ),
+    ] = 5.0
+    vllm_metrics: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Where engines serve their metrics, where that is not 127.0.0.1 at their port: URLs "
+            "such as http://10.0.0.7:8000/metrics, a list in the file, commas between them elsewhere. An "
+            "address belongs to the recorded engines with its port, else it is shown under host:port"
+        ),
+    ] = ()
+    otlp_endpoint: Annotated[
+        str,
+        Meta(
+            description="Receiver of OTLP/HTTP, such as http://tempo:4318, to which each stored request is "
+            "exported as a trace; without a path, /v1/traces. Empty: none. Needs the extra otlp"
+        ),
+    ] = ""
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="What the daemon logs to stderr")
     ] = "info"
+    window: Annotated[
+        str, Meta(description="How long back `kvscope top` looks, from 1s to 30d: 90s, 5m, 2h")
+    ] = "5m"
+    refresh: Annotated[
+        str, Meta(description="How often `kvscope top` shows anew, from 100ms to 1h: 500ms, 1s, 10s")
+    ] = "1s"
+
+
+VIEW_ONLY = ("window", "refresh")
+"""Settings that mean nothing to a daemon."""
 
 
 ENGINE_VARIABLES = {
@@ -99,7 +135,11 @@ _TYPES: dict[str, Any] = get_type_hints(Settings, include_extras=True)
 
 def listed() -> list[Setting]:
     """Every setting, for the generated docs; defaults that depend on the user are shown as a rule."""
-    rules = {"dir": "/dev/shm/kvscope-<uid>", "store": "$XDG_STATE_HOME/kvscope/kvscope.duckdb"}
+    rules = {
+        "dir": "/dev/shm/kvscope-<uid>",
+        "store": "$XDG_STATE_HOME/kvscope/kvscope.duckdb",
+        "vllm_metrics": "found",
+    }
     defaults = Settings()
     return [
         Setting(
@@ -114,10 +154,10 @@ def listed() -> list[Setting]:
 
 
 def add_arguments(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Give `parser` the flags of the named settings (all when none is named) and `--config`."""
+    """Give `parser` the flags of the named settings (the daemon's when none is named) and `--config`."""
     group = parser.add_argument_group("settings (flag, else KVSCOPE_* in the environment, else file)")
     group.add_argument("--config", metavar="FILE", help="TOML file with settings")
-    for name in names or _TYPES:
+    for name in names or [name for name in _TYPES if name not in VIEW_ONLY]:
         group.add_argument(_flag(name), dest=f"setting_{name}", metavar="VALUE", help=_doc(name))
 
 
@@ -165,11 +205,47 @@ def _from_file(named: str | None, env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _value(name: str, value: object, where: str, text: bool) -> Any:
+    if text and name == "vllm_metrics":
+        value = [part.strip() for part in str(value).split(",") if part.strip()]
     try:
-        return msgspec.convert(value, _TYPES[name], strict=not text, dec_hook=_decode)
-    except (msgspec.ValidationError, TypeError) as error:
+        found = msgspec.convert(value, _TYPES[name], strict=not text, dec_hook=_decode)
+        if name in _CHECKS:
+            _CHECKS[name](found)
+    except (msgspec.ValidationError, TypeError, UsageError) as error:
         reason = str(error).replace("`", "").lower()
         raise UsageError(f"{where}: {value!r} does not fit: {reason}") from None
+    return found
+
+
+def _between(shortest: str, longest: str) -> Callable[[str], None]:
+    def check(text: str) -> None:
+        if not duration_ns(shortest) <= duration_ns(text) <= duration_ns(longest):
+            raise UsageError(f"expected a duration from {shortest} to {longest}")
+
+    return check
+
+
+def _are_urls(addresses: tuple[str, ...], example: str = "http://10.0.0.7:8000/metrics") -> None:
+    for address in addresses:
+        try:
+            parsed = urlsplit(address)
+            good = parsed.scheme in ("http", "https") and parsed.hostname and parsed.port != 0
+        except ValueError:
+            good = False
+        if not good or not address.isprintable() or parsed.username is not None:
+            raise UsageError(f"expected a url such as {example}")
+
+
+def _is_receiver(address: str) -> None:
+    _are_urls((address,) if address else (), "http://tempo:4318")
+
+
+_CHECKS: dict[str, Callable[[Any], None]] = {
+    "window": _between("1s", "30d"),
+    "refresh": _between("100ms", "1h"),
+    "vllm_metrics": _are_urls,
+    "otlp_endpoint": _is_receiver,
+}
 
 
 def _decode(type_: type, value: object) -> object:

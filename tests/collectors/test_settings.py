@@ -46,6 +46,26 @@ def test_file_in_the_config_directory_is_read_where_there_is_one(
         ("prot = 9", "prot: no such setting; there are dir, store, "),
         ("dir = 7", "dir: 7 does not fit: expected a path"),
         ("log_level = 'loud'", "log_level: 'loud' does not fit: "),
+        ("sample_seconds = -1", "sample_seconds: -1 does not fit: expected float >= 0.0"),
+        (
+            "vllm_metrics = 'http://a/metrics'",
+            "vllm_metrics: 'http://a/metrics' does not fit: expected array",
+        ),
+        (
+            "vllm_metrics = ['ftp://a/metrics']",
+            "vllm_metrics: ['ftp://a/metrics'] does not fit: expected a url",
+        ),
+        (
+            "vllm_metrics = ['http://u:p@a/m']",
+            "vllm_metrics: ['http://u:p@a/m'] does not fit: expected a url",
+        ),
+        (
+            "window = '5 parsecs'",
+            "window: '5 parsecs' does not fit: '5 parsecs' is no duration; write it like",
+        ),
+        ("window = '90d'", "window: '90d' does not fit: expected a duration from 1s to 30d"),
+        ("refresh = '1ms'", "refresh: '1ms' does not fit: expected a duration from 100ms to 1h"),
+        ("refresh = 1", "refresh: 1 does not fit: expected str, got int"),
         ("[port]", "port: {} does not fit: expected int, got object"),
         ("port =", "not valid TOML: "),
     ],
@@ -56,6 +76,26 @@ def test_wrong_file_is_one_line_naming_file_and_key(tmp_path: Path, text: str, l
     with pytest.raises(UsageError, match=re.escape(f"{file}: {line}")) as refused:
         load("--config", str(file))
     assert "\n" not in str(refused.value)
+
+
+def test_addresses_are_a_list_in_the_file_and_have_commas_elsewhere(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("vllm_metrics = ['http://10.0.0.7:8000/metrics', 'https://b/m']\nwindow = '2h'\n")
+    assert load("--config", str(file)).vllm_metrics == ("http://10.0.0.7:8000/metrics", "https://b/m")
+    assert load("--config", str(file)).window == "2h"
+    assert load("--vllm-metrics", "http://a/m, http://[::1]:8000/m,").vllm_metrics == (
+        "http://a/m",
+        "http://[::1]:8000/m",
+    )
+    assert load(env={"KVSCOPE_VLLM_METRICS": "http://a/m"}).vllm_metrics == ("http://a/m",)
+
+
+def test_a_daemon_has_no_flags_of_the_view() -> None:
+    with pytest.raises(SystemExit):
+        load("--window", "5m")
+    parser = argparse.ArgumentParser()
+    settings.add_arguments(parser, "host", "window")
+    assert settings.load(parser.parse_args(["--window", "90s"]), {}).window == "90s"
 
 
 def test_wrong_flag_and_wrong_variable_are_named() -> None:

@@ -21,7 +21,7 @@ pytest.importorskip("nixl")
 from vllm_parts import recorded
 
 from kvscope import events
-from kvscope.connectors import facade, hooks
+from kvscope.connectors import facade, hooks, worker_hooks
 from kvscope.ring import About, RingReader, ring_paths
 
 nixl = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.nixl")
@@ -128,6 +128,58 @@ def test_transfers_that_no_hook_said_a_request_of_are_not_gathered(rings: Path) 
     for _ in range(3):
         worker.nixl_wrapper.transfer(object())
     assert worker._kvscope.current.posted == ()
+
+
+class TestThreadNames:
+    """The kernel's name of a thread, by which its CPU is told apart."""
+
+    def name_after_a_hook(self, thread_name: str) -> tuple[str, str]:
+        """Of a thread of that name, before and after hooks ran in it."""
+        worker = make_worker(hooks.PUSH)
+        names = []
+
+        def work() -> None:
+            comm = Path("/proc/thread-self/comm")
+            names.append(comm.read_text().strip())
+            for _ in range(2):
+                worker.nixl_wrapper.transfer(object())
+            names.append(comm.read_text().strip())
+
+        thread = threading.Thread(target=work, name=thread_name)
+        thread.start()
+        thread.join()
+        return names[0], names[1]
+
+    @pytest.mark.parametrize(
+        ("module", "name", "told"),
+        [
+            ("push_worker", "nixl-push-writer", "nixl-push-write"),
+            ("base_worker", "vllm-nixl-handshake-initiator", "nixl-handshake"),
+        ],
+    )
+    def test_the_connectors_threads_are_told_by_name(
+        self, rings: Path, module: str, name: str, told: str
+    ) -> None:
+        source = Path(importlib.import_module(f"{nixl.__name__}.{module}").__file__ or "").read_text()
+        assert f'"{name}"' in source  # so vLLM names it
+        before, after = self.name_after_a_hook(f"{name}_0" if "handshake" in name else name)
+        assert before != told
+        assert after == told
+
+    def test_other_threads_keep_their_name(self, rings: Path) -> None:
+        before, after = self.name_after_a_hook("MainThread")
+        assert before == after
+
+    def test_a_name_that_can_not_be_set_costs_no_event(
+        self, rings: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refused(*args: Any) -> Any:
+            raise PermissionError
+
+        monkeypatch.setattr(worker_hooks, "open", refused, raising=False)
+        before, after = self.name_after_a_hook("nixl-push-writer")
+        assert before == after
+        assert names(rings) == ["transfer.posted", "transfer.posted"]
 
 
 class TestLeases:
