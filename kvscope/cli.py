@@ -1,7 +1,7 @@
 """The command line: finds the sub-command, imports it only then, and turns errors into one line.
 
 Exit codes: 0 done; 1 it failed, or (`status`) something is lost or missing; 2 it was asked wrongly;
-3 no daemon answers; 130 interrupted (Ctrl-C); 141 the reader of a pipe went away.
+3 nothing answers (no daemon, no Grafana); 130 interrupted (Ctrl-C); 141 the reader of a pipe went away.
 """
 
 from __future__ import annotations
@@ -46,6 +46,12 @@ COMMANDS = {
     "recover": Command(
         "kvscope.collectors.recover", "read the rings of engines that are gone, without a daemon"
     ),
+    "top": Command(
+        "kvscope.tui.command", "the live view: compute wait or coordination wait, down to one request"
+    ),
+    "dashboards": Command(
+        "kvscope.dashboards.command", "bring dashboards and alert rules to Grafana, or write them as files"
+    ),
     "demo": Command(
         "kvscope.demo.run", "try it: a prefill and a decode engine, a router and a load on this machine"
     ),
@@ -53,6 +59,8 @@ COMMANDS = {
 
 _EXTRAS = {
     **dict.fromkeys(("duckdb", "pyarrow", "starlette", "uvicorn", "httpx", "anyio", "tomli"), "collector"),
+    **dict.fromkeys(("textual", "rich"), "tui"),
+    **dict.fromkeys(("grafana_client", "niquests", "yaml"), "grafana"),
     **dict.fromkeys(("torch", "vllm", "nixl", "nixl_cu12", "transformers", "tokenizers"), "engines"),
 }
 """Module to the extra that brings it."""
@@ -126,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
                 "",
                 "`kvscope COMMAND --help` says more.",
                 "Exit codes: 0 done, 1 failed (status: something is lost or missing), 2 asked wrongly,",
-                "3 no daemon.",
+                "3 nothing answers (no daemon, no Grafana).",
             ]
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rich.cells import cell_len, set_cell_size
+from rich.segment import Segment
+from rich.style import Style
 
 from kvscope import steps
 
@@ -33,6 +35,62 @@ LETTER = {
 """A class's letter where there is room for one character: compute, blocked, transfer, (coordination) wait."""
 SPARKS = "▁▂▃▄▅▆▇█"
 
+# Style names beside those of the classes: title, strong, dim, good, warn, bad, key, head (of a table),
+# cursor (its chosen row), link. Several may stand together: "compute strong".
+_COLOUR = {
+    steps.COMPUTE: Style(color="green"),
+    steps.CAPACITY: Style(color="yellow"),
+    steps.TRANSFER: Style(color="cyan"),
+    steps.COORDINATION: Style(color="red"),
+    steps.UNKNOWN: Style(color="magenta"),
+    "title": Style(bold=True),
+    "strong": Style(bold=True),
+    "dim": Style(dim=True),
+    "good": Style(color="green"),
+    "warn": Style(color="yellow", bold=True),
+    "bad": Style(color="red", bold=True),
+    "key": Style(bold=True, reverse=True),
+    "head": Style(bold=True, underline=True),
+    "cursor": Style(reverse=True),
+    "link": Style(underline=True),
+}
+_NO_COLOUR = {
+    **dict.fromkeys(steps.CLASSES, Style()),
+    "title": Style(bold=True),
+    "strong": Style(bold=True),
+    "dim": Style(),
+    "good": Style(),
+    "warn": Style(bold=True),
+    "bad": Style(bold=True, reverse=True),
+    "key": Style(bold=True, reverse=True),
+    "head": Style(bold=True, underline=True),
+    "cursor": Style(reverse=True),
+    "link": Style(underline=True),
+}
+
+
+class Palette:
+    """How each style looks: the 16 colours that every terminal has, or bold and reverse only."""
+
+    def __init__(self, colour: bool = True) -> None:
+        self._known = dict(_COLOUR if colour else _NO_COLOUR)
+        self._known[""] = Style()
+
+    def __getitem__(self, name: str) -> Style:
+        """The look of a style, or of several separated by spaces; a name that there is not looks plain."""
+        found = self._known.get(name)
+        if found is None:
+            parts = name.split()
+            found = sum((self._known[part] for part in parts if part in self._known), Style())
+            self._known[name] = found
+        return found
+
+
+def segments(line: Line, palette: Palette, base: str = "") -> list[Segment]:
+    """For the terminal; `base` is a style under all of it."""
+    under = palette[base]
+    return [Segment(text, under + palette[style]) for text, style in line if text]
+
 
 def plain(line: Line) -> str:
     """Its text alone."""
@@ -55,7 +113,7 @@ def fit(text: str, cells: int, right: bool = False) -> str:
 
 
 def class_bar(parts: Mapping[str, float], scale: float, cells: int) -> Line:
-    """A stacked bar of at most `cells`: `scale` fills it. Whole cells; the sum is right, small parts may vanish."""
+    """A stacked bar of at most `cells`: `scale` fills it. The sum is right, small parts may vanish."""
     spans: Line = []
     done = 0.0
     at = 0

@@ -1,0 +1,1 @@
+"""The pages: each answers one question about the window, as lines that pure functions make of it."""
