@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvscope import events as ev
 from kvscope.attribution import Breakdown, Interval, Rates, attribute, wire_bounds
+from kvscope.collectors.waiting import waits_for
 from kvscope.join import Joiner, client_id
 from kvscope.legs import SERVED, Failure, Handshake, Lease, Leg, Request, Source, fingerprint
 from kvscope.ring import Event, RingReader
+from kvscope.samples import Sample
 from kvscope.schema import BY_NAME, Table
 from kvscope.steps import OBSERVED, STEPS
 
 logger = logging.getLogger(__name__)
 
 Row = tuple[Any, ...]
+
+LIVE_ROW_NS = 15_000_000_000
+"""A row of a request in flight is made anew after this long at the latest: what is known of clocks and of
+rates changes beside the request's own events."""
+STEPPING_NS = 5_000_000_000
+"""An engine tells of itself once a second while it steps; a longer time has a pause in it."""
+MAX_STEPS = 100_000_000
+"""No engine makes more steps, or schedules more tokens, in that time."""
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """A request that the store does not have (yet), as far as it has come. Another one where that changed."""
+
+    row: Row
+    """Of the table `requests`."""
+    in_flight: bool
+    """More is to come, or P holds blocks for it still."""
+    step: str | None
+    step_since_ns: int | None
+    """Unix time."""
+    waits_for: str
+    batch: int
+    made_ns: int
+    hidden: bool = False
+    """The store has it, from an earlier daemon: its rings were read again."""
+    shown: Any = None
+    """What a viewer made of it."""
 
 
 class Pipeline:
@@ -26,13 +56,23 @@ class Pipeline:
     Args:
         has_request: whether the store holds a request with this (engine, internal request id). Asked for
             legs whose beginning is no longer in the ring, which a daemon before this one may have stored.
+        has_row: whether it holds this row of `requests`, or a whole of which it is the rest.
     """
 
-    def __init__(self, has_request: Callable[[str, str], bool] = lambda engine, request: False) -> None:
+    def __init__(
+        self,
+        has_request: Callable[[str, str], bool] = lambda engine, request: False,
+        has_row: Callable[[Row], bool] = lambda row: False,
+    ) -> None:
         self.joiner = Joiner()
         self._has_request = has_request
+        self._has_row = has_row
         self._rates = Rates()
         self._sources: dict[bytes, Source] = {}
+        self._anchors: dict[bytes, int] = {}
+        """Unix time minus monotonic time, by ring."""
+        self._live: dict[Request, LiveRequest] = {}
+        """As they were when last looked at."""
         self._by_engine: dict[str, Source] = {}
         """One source per engine, for what all of its rings say alike."""
         self._counts = dict.fromkeys(
@@ -46,6 +86,8 @@ class Pipeline:
         ring_id = reader.ring_id.bytes
         source = self.joiner.add_ring(ring_id, reader.about, reader.wall_ns, reader.mono_ns)
         self._sources[ring_id] = self._by_engine[source.engine] = source
+        self._anchors[ring_id] = reader.wall_ns - reader.mono_ns
+        self._live.clear()
 
     def feed(self, reader: RingReader, events: list[Event], now_ns: int) -> None:
         """Take in events of one ring in the order of their numbers, and the texts its reader gathered.
@@ -59,12 +101,15 @@ class Pipeline:
     def ring_gone(self, reader: RingReader, now_ns: int) -> None:
         """The ring's writer is gone and all it wrote was fed."""
         self.joiner.ring_gone(self._sources[reader.ring_id.bytes], now_ns)
+        self._live.clear()
 
     def ring_forgotten(self, reader: RingReader) -> None:
         """Everything of a gone ring is stored and its file is removed."""
         source = self._sources.pop(reader.ring_id.bytes, None)
         if source is not None:
             self.joiner.forget_ring(source)
+            self._live.clear()
+            del self._anchors[source.ring_id]
             if self._by_engine.get(source.engine) is source:
                 del self._by_engine[source.engine]
                 self._by_engine.update(
@@ -84,11 +129,12 @@ class Pipeline:
         failures, joiner.failures = joiner.failures, []
         rows: dict[str, list[Row]] = {"requests": [], "transfers": []}
         for request in requests:
+            self._live.pop(request, None)
             if self._stored_before(request):
                 self._counts["already_stored"] += 1
                 continue
             try:
-                row, transfers = self._request_row(request), list(self._transfer_rows(request))
+                row, transfers = self._request_row(request)[0], list(self._transfer_rows(request))
             except Exception as error:
                 # Rings are untrusted: one request that can't be told must not take the others with it.
                 if not self._counts["untold"]:
@@ -109,14 +155,99 @@ class Pipeline:
         rows["failures"] = [self._failure_row(failure) for failure in failures]
         return {name: [_fit(BY_NAME[name], row) for row in found] for name, found in rows.items()}
 
-    def live_rows(self) -> list[Row]:
-        """REQUESTS rows of the requests that are not over, as far as they have come."""
-        rows = []
-        for request in self.joiner.live():
-            if not _is_cleanup(request) and not self._stored_before(request):
-                with contextlib.suppress(Exception):  # it is told of when it is to be stored
-                    rows.append(_fit(BY_NAME["requests"], self._request_row(request)))
-        return rows
+    def look(self, requests: Iterable[Request], now_ns: int, wall_ns: int) -> list[LiveRequest]:
+        """Those of the joiner's live `requests` that are to be told of, as far as they have come.
+
+        A row is made anew where something was told of the request since the last look, and now and then.
+        `wall_ns` is the same moment as Unix time.
+        """
+        found = []
+        for request in requests:
+            known = self._live.get(request)
+            if known is None or self._is_stale(request, known, now_ns):
+                try:
+                    known = self._make_live(request, now_ns)
+                except Exception:
+                    known = None  # it is told of when it is to be stored
+                if known is None:
+                    self._live.pop(request, None)
+                    continue
+                self._live[request] = known
+            if known.hidden:
+                continue
+            if known.in_flight:
+                text = waits_for(request, known.step, self.joiner, wall_ns)
+                if text != known.waits_for:
+                    known = self._live[request] = replace(known, waits_for=text, shown=None)
+            found.append(known)
+        return found
+
+    def _is_stale(self, request: Request, known: LiveRequest, now_ns: int) -> bool:
+        if request.batch != known.batch or now_ns - known.made_ns > LIVE_ROW_NS:
+            return True
+        # The end of a handshake is no request's own event.
+        return known.step in _HANDSHAKES and not any(
+            side.handshake_waited_ns is not None and side.handshake_done_ns is None
+            for leg in request.legs()
+            for side in leg.ranks.values()
+        )
+
+    def _make_live(self, request: Request, now_ns: int) -> LiveRequest | None:
+        if not self.joiner.is_live(request) or _is_cleanup(request) or self._stored_before(request):
+            return None
+        made, breakdown = self._request_row(request)
+        row = _fit(BY_NAME["requests"], made)
+        outcome, step = row[_OUTCOME], row[_CURRENT_STEP]
+        in_flight = outcome == "in flight" or (outcome != "lost" and not self.joiner.is_complete(request))
+        if outcome != "in flight":
+            step = None
+        since_ns = breakdown.critical[-1].end_ns if breakdown.critical else breakdown.t0_ns
+        leg = request.p or request.d[0]
+        if step is None and request.p is not None and request.p.finished_ns is not None:
+            since_ns = request.p.finished_ns  # since then P holds blocks
+        wall_ns = self.joiner.clocks.wall_ns(leg.boot, since_ns) if in_flight else None
+        hidden = self._has_row(row)
+        return LiveRequest(row, in_flight, step, wall_ns, "", request.batch, now_ns, hidden)
+
+    def take_samples(self) -> list[Sample]:
+        """The engines' own samples since the last call."""
+        told, self.joiner.engine_samples = self.joiner.engine_samples, []
+        found: list[Sample] = []
+        for source, event in told:
+            anchor_ns = self._anchors.get(source.ring_id)
+            if anchor_ns is not None:
+                about, at_ns = source.about, anchor_ns + event.t_ns
+                found += (
+                    Sample(at_ns, about.host, source.engine, about.source, source.rank, name, "", value)
+                    for name, value in _of_steps(*event.args[:4])
+                )
+        return found
+
+    def kv_blocks(self, at_ns: int) -> list[Sample]:
+        """KV blocks by use, now, of every engine that records; dated with `at_ns` (Unix)."""
+        joiner = self.joiner
+        totals = {
+            source.engine: (source.about.host, dict.fromkeys(("running", "staging", "kept"), 0))
+            for source in self._sources.values()
+            if source.about.source == ev.SCHEDULER and not source.gone
+        }
+        for request in joiner.live():
+            for leg in request.legs():
+                use = _use(leg)
+                if use and leg.engine in totals and not joiner.is_gone(leg):
+                    totals[leg.engine][1][use] += max(0, leg.blocks)
+        for engine, blocks in joiner.kept_blocks():
+            if engine in totals:
+                totals[engine][1]["kept"] += blocks
+        found = []
+        for engine, (host, uses) in totals.items():
+            total = fingerprint(self._by_engine[engine], "num_blocks", None)
+            counts = {**uses, **({"total": total} if type(total) is int and total > 0 else {})}
+            found += [
+                Sample(at_ns, host, engine, "", 0, f"kv_blocks.{use}", "", float(blocks))
+                for use, blocks in counts.items()
+            ]
+        return found
 
     def counters(self) -> dict[str, int]:
         """Totals since the start: events, requests, joins, what was left out and why."""
@@ -137,7 +268,7 @@ class Pipeline:
             self._has_request(leg.engine, leg.request_id or self.joiner.text(leg.key)) for leg in legs
         )
 
-    def _request_row(self, request: Request) -> Row:
+    def _request_row(self, request: Request) -> tuple[Row, Breakdown]:
         joiner = self.joiner
         p, d = request.p, request.decode_leg
         leg = p or d
@@ -151,7 +282,7 @@ class Pipeline:
         generate = breakdown.generate.ns if breakdown.generate else None
         trace = next((one.trace for one in request.legs() if one.trace), "")
         name = leg.request_id or joiner.text(leg.key)
-        return (
+        row = (
             request.id,
             client_id(name),
             joiner.clocks.wall_ns(leg.boot, breakdown.t0_ns),
@@ -195,6 +326,7 @@ class Pipeline:
             breakdown.clamped_ns,
             _waterfall(breakdown),
         )
+        return row, breakdown
 
     def _transfer_rows(self, request: Request) -> Iterable[Row]:
         for leg in request.legs():
@@ -307,6 +439,8 @@ class Pipeline:
                     return "aborted", "turned down by D", current
                 if p is not None and not request.d and p.lease_expired:
                     return "incomplete", "lease expired, never read", current
+                if p is not None and not request.d and joiner.is_live(request) and not p.released:
+                    return "in flight", failure, current  # D is to come
                 return "finished", failure, None
             status = joiner.text(bad.status)
             outcome = {"FINISHED_ABORTED": "aborted", "FINISHED_IGNORED": "ignored"}.get(status, "error")
@@ -330,6 +464,32 @@ class Pipeline:
         if leg.is_decode and all(s.engine != peer for s in joiner.sources.values()):
             return "peer not instrumented"
         return "unjoined"
+
+
+_COLUMNS = [column.name for column in BY_NAME["requests"].columns]
+_OUTCOME, _CURRENT_STEP = _COLUMNS.index("outcome"), _COLUMNS.index("current_step")
+_HANDSHAKES = frozenset(("registration.handshake", "prefill.reuse_handshake"))
+
+
+def _of_steps(steps: int, tokens: int, hook_ns: int, interval_ns: int) -> Iterable[tuple[str, float]]:
+    """(name, value) of what an engine told of the time since it told before."""
+    if interval_ns <= 0 or not 0 <= hook_ns <= interval_ns:
+        return
+    yield "engine.hook_share", hook_ns / interval_ns
+    if interval_ns <= STEPPING_NS and 0 < steps <= MAX_STEPS:
+        yield "engine.steps_per_s", steps * 1e9 / interval_ns
+        yield "engine.step_ns", interval_ns / steps
+        if 0 <= tokens <= MAX_STEPS:
+            yield "engine.step_tokens", tokens / steps
+
+
+def _use(leg: Leg) -> str:
+    """What a leg that is not over uses its blocks for; empty where it holds none."""
+    if leg.finished:
+        return ""
+    if leg.scheduled_ns:
+        return "" if leg.preempted_ns and max(leg.preempted_ns) > max(leg.scheduled_ns) else "running"
+    return "staging" if leg.allocated_ns is not None else ""
 
 
 def _is_cleanup(request: Request) -> bool:

@@ -68,6 +68,7 @@ def _run(settings: Settings) -> int:
         if server.should_exit:
             os._exit(128 + signum)
         server.should_exit = True
+        app.state.end()
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, stop)
@@ -78,6 +79,7 @@ def _run(settings: Settings) -> int:
     try:
         asyncio.run(server.serve(sockets=[listening]))
     finally:
+        app.state.end()
         written = daemon.stop(DEADLINE_S)
     if not written:
         raise KvscopeError(

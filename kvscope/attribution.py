@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvscope.clock import Clocks
-from kvscope.legs import Leg, RankSide, Request, Transfer
+from kvscope.legs import Leg, RankSide, Request, Transfer, fingerprint
 from kvscope.steps import BY_NAME, ESTIMATED, HOOK, NOT_OBSERVED, POLL, TELEMETRY, Step
 
 
@@ -158,6 +158,16 @@ def _is_push(p: Leg, d: Leg) -> bool:
             side.registration_sent_ns is not None or side.registration_received_ns is not None
             for side in d.ranks.values()
         )
+        or _will_push(p, d)
+    )
+
+
+def _will_push(p: Leg, d: Leg) -> bool:
+    """Whether P is going to write, while nothing of that was seen: that is how its engine is set up."""
+    if d.load_tokens == 0 or not _is_loading(d):
+        return False
+    return any(
+        leg.source is not None and fingerprint(leg.source, "transfer_mode") == "push" for leg in (p, d)
     )
 
 
@@ -239,6 +249,8 @@ class _Builder:
         finished_by = finished if finished is not None else armed
         registered_after = registered if registered is not None else self._registered_after(d)
         late = finished_by is not None and registered_after is not None and registered_after > finished_by
+        if finished is not None and registered is None and not _after_match(p, d):
+            late = True  # P waits for D's side still
         critical, overlapped = prefill, registration
         if late:
             # D's side came last. It began because P had finished (a sequential router), or on its own.
@@ -353,6 +365,9 @@ class _Builder:
     def _read(self, leg: Leg, names: _Load, shift: int) -> list[Mark]:
         """A READ posted by this leg's workers: the rank that ended last is on the path."""
         side = max(leg.ranks.values(), key=_rank_end, default=RankSide())
+        if _is_loading(leg):
+            behind = [one for one in leg.ranks.values() if one.load_done_ns is None]
+            side = min(behind, key=_rank_end, default=side)
         transfer = max(side.transfers.values(), key=_transfer_end, default=None)
         if names is _PULL:
             self.transfer = transfer
@@ -457,8 +472,9 @@ class _Builder:
 
     def _write(self, side: RankSide, transfer: Transfer | None, d: Leg, p: Leg, known: bool) -> list[Mark]:
         """A WRITE by P, from both sides being ready to D's scheduler knowing."""
-        d_side = max(d.ranks.values(), key=lambda s: s.notified_ns or 0, default=RankSide())
-        notified = self.on_d(d_side.notified_ns)
+        notified = self.on_d(_latest(*(s.notified_ns for s in d.ranks.values())))
+        if _is_loading(d) and any(s.notified_ns is None for s in d.ranks.values()):
+            notified = None  # a rank waits for it still
         # With one of the two sides not observed, it is not known since when both were ready.
         dispatch = _S["transfer.dispatch"] if known else _UNKNOWN
         marks: list[Mark] = []
@@ -567,6 +583,10 @@ def _last_writer(p: Leg, d: Leg) -> tuple[int, RankSide, Transfer | None]:
     if not writers:
         rank = max(p.ranks, key=lambda r: (p.ranks[r].matched_ns or 0, r), default=0)
         return rank, p.ranks.get(rank, RankSide()), None
+    behind = [rank for rank, last in writers.items() if last.done_ns is None and not last.done_on_post]
+    if behind and _is_loading(d):
+        rank = max(behind, key=lambda r: (_transfer_end(writers[r]), r))
+        return rank, p.ranks[rank], writers[rank]
     notified = {rank: side.notified_ns for rank, side in d.ranks.items() if side.notified_ns is not None}
     if notified.keys() == writers.keys():
         # Each rank of P writes to the one of the same number.
@@ -578,6 +598,18 @@ def _last_writer(p: Leg, d: Leg) -> tuple[int, RankSide, Transfer | None]:
 
 def _is_write(transfer: Transfer, side: RankSide) -> bool:
     return bool(transfer.write) or (transfer.write is None and side.matched_ns is not None)
+
+
+def _after_match(p: Leg, d: Leg) -> bool:
+    """Whether anything was seen that comes after P's writer held its blocks and the registration."""
+    return (
+        d.load_reported_ns is not None
+        or d.first_token_ns is not None
+        or any(
+            s.matched_ns is not None or s.send_done_ns is not None or s.transfers for s in p.ranks.values()
+        )
+        or any(s.notified_ns is not None or s.load_done_ns is not None for s in d.ranks.values())
+    )
 
 
 def _tell_causes(p: Leg, d: Leg, clocks: Clocks, alone: bool) -> None:
@@ -614,6 +646,12 @@ def _has_load(leg: Leg) -> bool:
         or leg.load_reported_ns is not None
         or any(s.load_started_ns is not None or s.load_done_ns is not None for s in leg.ranks.values())
     )
+
+
+def _is_loading(leg: Leg) -> bool:
+    """Whether the leg waits for KV as far as its scheduler told: then what was not seen is yet to come."""
+    seen = leg.load_reported_ns is not None or leg.first_token_ns is not None or leg.scheduled_ns
+    return not seen and not leg.finished
 
 
 def _first_known(leg: Leg) -> int | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Any
@@ -97,6 +97,8 @@ class Joiner:
         self.ended_leases: list[Lease] = []
         self.handshakes: list[Handshake] = []
         self.failures: list[Failure] = []
+        self.engine_samples: list[tuple[Source, Event]] = []
+        self._batch = 0
         self._legs: dict[tuple[str, int], Leg] = {}
         self._live: OrderedDict[Request, None] = OrderedDict()
         self._due: list[tuple[int, int, Request]] = []
@@ -118,6 +120,10 @@ class Joiner:
         # The latest ones per (engine, rank, peer): events come in any order.
         self._handshake_waits: dict[tuple[str, int, int], deque[RankSide]] = {}
         self._handshakes_finished: dict[tuple[str, int, int], deque[int]] = {}
+        # (engine, rank) -> (key of the peer, since) of the handshake that is going on.
+        self._handshaking: dict[tuple[str, int], tuple[int, int]] = {}
+        # (engine, request key) -> (KV blocks, collector's clock at its end) of legs that keep them.
+        self._kept: dict[tuple[str, int], tuple[int, int]] = {}
         self._remembered: OrderedDict[tuple[str, int], tuple[int, int, int, int]] = OrderedDict()
         self._handlers = {
             ev.REQUEST_ARRIVED: self._arrived,
@@ -133,6 +139,7 @@ class Joiner:
             ev.SEND_REPORTED: self._send_reported,
             ev.LOAD_STARTED: self._load_started,
             ev.HANDSHAKE_WAITED: self._handshake_waited,
+            ev.HANDSHAKE_STARTED: self._handshake_started,
             ev.HANDSHAKE_FINISHED: self._handshake_finished,
             ev.REGISTRATION_SENT: self._registration_sent,
             ev.REGISTRATION_RECEIVED: self._registration_received,
@@ -150,6 +157,7 @@ class Joiner:
             ev.NOTIFICATION_LATE: self._notification_late,
             ev.FAILURE: self._failure,
             ev.HOOK_FAILED: self._hook_failed,
+            ev.ENGINE_SAMPLE: self._engine_sample,
         }
 
     # --- input -----------------------------------------------------------------------------------
@@ -172,6 +180,7 @@ class Joiner:
             self.texts.update(texts)
         handlers = self._handlers
         self._now_ns = now_ns
+        self._batch += 1
         for event in batch:
             handler = handlers.get(event[1])
             if handler is not None and 0 <= event[2] < LIMIT_NS:
@@ -184,6 +193,10 @@ class Joiner:
             lease.end = "lost"
             self.ended_leases.append(lease)
             del self._leases[key]
+        if source.about.source == ev.SCHEDULER:
+            for kept in [key for key in self._kept if key[0] == source.engine]:
+                del self._kept[kept]
+        self._handshaking.pop((source.engine, source.rank), None)
         self._next_scan_ns = now_ns
 
     def is_instrumented(self, leg: Leg) -> bool:
@@ -256,6 +269,7 @@ class Joiner:
     def final_leases(self) -> list[Lease]:
         """Leases still open, for a reader that won't come back."""
         leases, self._leases = list(self._leases.values()), {}
+        self._kept.clear()
         return leases
 
     def request_id_of(self, engine: str, key: int) -> int | None:
@@ -265,6 +279,28 @@ class Joiner:
             return leg.request.id
         known = self._remembered.get((engine, key))
         return known[0] if known else None
+
+    def leases(self, leg: Leg) -> list[Lease]:
+        """Leases of the leg that are not over, one per rank."""
+        found = (self._leases.get((leg.engine, rank, leg.key)) for rank in leg.ranks)
+        return [lease for lease in found if lease is not None]
+
+    def leases_held(self) -> Counter[str]:
+        """How many leases of each engine are not over."""
+        return Counter(engine for engine, _, _ in self._leases)
+
+    def handshaking(self, engine: str, rank: int) -> str:
+        """Whom a worker shakes hands with now; it does so with one at a time. Empty for nobody."""
+        return self.text(self._handshaking.get((engine, rank), (0, 0))[0])
+
+    def kept_blocks(self) -> Iterable[tuple[str, int]]:
+        """(engine, KV blocks) of every leg that is finished and keeps its blocks for the peer."""
+        leased = {(engine, key) for engine, _, key in self._leases}
+        for leg, (blocks, finished_ns) in list(self._kept.items()):
+            if leg in leased or self._now_ns - finished_ns < QUIET_NS:
+                yield leg[0], blocks
+            else:
+                del self._kept[leg]  # the lease is over, and that its blocks are free was not seen
 
     def text(self, key: int) -> str:
         """The text behind a key; the key in hex where its characters were lost."""
@@ -307,6 +343,7 @@ class Joiner:
 
     def _touch(self, leg: Leg, source: Source, t_ns: int) -> None:
         leg.request.fed_ns = self._now_ns
+        leg.request.batch = self._batch
         if source.engine == leg.engine:
             leg.boot, leg.source = source.boot, source
             if t_ns > leg.last_event_ns:
@@ -395,6 +432,7 @@ class Joiner:
         into.d.extend(other.d)
         into.joined_by = how
         into.fed_ns = max(into.fed_ns, other.fed_ns)
+        into.batch = self._batch
         for leg in other.d:
             leg.request = into
         self._live.pop(other, None)
@@ -485,6 +523,9 @@ class Joiner:
             leg.arrival_ns = None  # the wall clock was stepped in between: then it tells nothing
         if leg.is_cleanup:
             _note(self._cleaned, (leg.remote_engine, leg.remote_request))
+            cleaned = self._legs.get((self.texts.get(leg.remote_engine, ""), leg.remote_request))
+            if cleaned is not None:
+                cleaned.request.batch = self._batch
             return
         if leg.is_prefill or leg.is_decode:
             self._clients.setdefault(client_id(leg.request_id), {})[leg] = None
@@ -513,11 +554,13 @@ class Joiner:
         if leg is not None:
             leg.allocated_ns = event[2]
             leg.load_tokens = event[4][1]
+            leg.blocks = event[4][0]
 
     def _scheduled(self, source: Source, event: Event) -> None:
         leg = self._leg(source.engine, event[3], source, event)
         if leg is not None and event[2] not in leg.scheduled_ns and len(leg.scheduled_ns) < MAX_PARTS:
             leg.scheduled_ns.append(event[2])
+            leg.blocks = event[4][0]
             leg.preemptions = max(leg.preemptions, event[4][3])
             leg.deferred_ns = _past(event[4][4], event[2]) or leg.deferred_ns
 
@@ -555,9 +598,13 @@ class Joiner:
             leg.external_tokens,
             leg.preemptions,
             lease,
-            _,
+            leg.blocks,
         ) = event[4][:9]
         leg.lease = lease == 1
+        if leg.lease and leg.send_reported_ns is None and leg.blocks > 0:
+            self._kept[source.engine, event[3]] = (leg.blocks, self._now_ns)
+            if len(self._kept) > MAX_LEASES:
+                del self._kept[next(iter(self._kept))]
         self._check(leg.request)
 
     def _load_reported(self, source: Source, event: Event) -> None:
@@ -567,6 +614,7 @@ class Joiner:
             leg.load_failed = event[4][0] == 1
 
     def _send_reported(self, source: Source, event: Event) -> None:
+        self._kept.pop((source.engine, event[3]), None)
         leg = self._leg(source.engine, event[3], source, event)
         if leg is not None:
             leg.send_reported_ns = event[2]
@@ -605,11 +653,18 @@ class Joiner:
         for finished_ns in self._handshakes_finished.get(link, ()):
             _handshake_ended(side, finished_ns)
 
+    def _handshake_started(self, source: Source, event: Event) -> None:
+        self._handshaking[source.engine, source.rank] = (event[4][0], event[2])
+        if len(self._handshaking) > MAX_LINKS:
+            del self._handshaking[next(iter(self._handshaking))]
+
     def _handshake_finished(self, source: Source, event: Event) -> None:
         seq, _, t_ns, _, args = event
         peer, started_ns, ok, has_offset, offset_ns = args[:5]
         link = (source.engine, source.rank, peer)
         _latest(self._handshakes_finished, link, 64).append(t_ns)
+        if self._handshaking.get(link[:2], (0, 0))[0] == peer:
+            self._handshaking.pop(link[:2], None)
         for side in self._handshake_waits.get(link, ()):
             _handshake_ended(side, t_ns)
         name = self.text(peer)
@@ -754,11 +809,13 @@ class Joiner:
         leg = self._legs.get((source.engine, event[3]))
         if leg is not None:
             leg.lease_expired = True
+            leg.request.batch = self._batch
 
     def _notification_late(self, source: Source, event: Event) -> None:
         leg = self._legs.get((source.engine, event[3]))
         if leg is not None:
             leg.released_late = True
+            leg.request.batch = self._batch
         _note(self._read_late, (text_key(source.engine), event[3]))
         self._fail(source, event, "nixl", "read_after_expiry", self.text(event[3]), leg)
 
@@ -767,12 +824,16 @@ class Joiner:
         name = self.text(event[4][0])
         if leg is not None:
             leg.failure = name
+            leg.request.batch = self._batch
             for transfer in leg.transfers() if name.startswith("transfer_") else ():
                 transfer.failed = transfer.done_ns is None
         self._fail(source, event, "nixl", name, self.text(event[4][1]), leg)
 
     def _hook_failed(self, source: Source, event: Event) -> None:
         self._fail(source, event, "hook", self.text(event[4][0]), self.text(event[4][1]), None)
+
+    def _engine_sample(self, source: Source, event: Event) -> None:
+        self.engine_samples.append((source, event))
 
     def _fail(self, source: Source, event: Event, kind: str, name: str, detail: str, leg: Leg | None) -> None:
         number = uid(source.ring_id, event[0])

@@ -124,6 +124,8 @@ class Leg:
     released_late: bool = False
     lease_expired: bool = False
     failure: str = ""
+    blocks: int = ev.UNKNOWN
+    """KV blocks it held when that was last told."""
     ranks: dict[int, RankSide] = field(default_factory=dict)
 
     def rank(self, rank: int) -> RankSide:
@@ -174,6 +176,8 @@ class Request:
     """Collector's clock when it is to be looked at again; 0 while nothing tells that it may be over."""
     fed_ns: int = 0
     """Collector's clock at its last event."""
+    batch: int = 0
+    """Number of the last batch of events that told of it: what is made of it before is out of date."""
     session: int = 0
     turn: int = 0
 

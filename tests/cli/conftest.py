@@ -8,17 +8,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import duckdb
 import httpx
+import pyarrow as pa
 import pytest
 import uvicorn
 
-from kvscope import query
+from kvscope import query, schema
 from kvscope.collectors.api import create_app
+from kvscope.collectors.channel import Look
+from kvscope.collectors.pipeline import LiveRequest
+from kvscope.samples import Sample
 
 from . import rows
 
@@ -33,6 +37,7 @@ class FakeDaemon:
         self.live_rows = [rows.LIVE]
         self.status_answer: dict[str, Any] = status()
         self.snapshots: list[Path] = []
+        self.latest_samples: list[Sample] = []
 
     def status(self) -> dict[str, Any]:
         return self.status_answer
@@ -40,11 +45,35 @@ class FakeDaemon:
     def live(self) -> list[dict[str, Any]]:
         return self.live_rows
 
+    def look(self) -> Look:
+        return Look([live_request(row) for row in self.live_rows], [])
+
+    def watch(self, take: Callable[[Sequence[Any]], None] | None) -> None:
+        pass
+
+    def samples(self) -> list[Sample]:
+        return self.latest_samples
+
+    def requests_table(self, rows: list[Any]) -> pa.Table:
+        empty = self.connection.cursor().sql("FROM requests LIMIT 0").to_arrow_table().schema
+        columns = zip(*rows, strict=True) if rows else [()] * len(empty)
+        arrays = [pa.array(c, f.type) for f, c in zip(empty, columns, strict=True)]
+        return pa.Table.from_arrays(arrays, schema=empty)
+
     def cursor(self) -> duckdb.DuckDBPyConnection:
         return self.connection.cursor()
 
     def snapshot(self, path: Path) -> None:
         self.snapshots.append(path)
+
+
+def live_request(row: dict[str, Any]) -> LiveRequest:
+    """A request in flight as the pipeline tells it."""
+    columns = tuple(row[column.name] for column in schema.REQUESTS.columns)
+    since_ns = rows.T0_NS
+    return LiveRequest(
+        columns, True, row["current_step"], since_ns, "a place in the batch of D engine-d", 0, 0
+    )
 
 
 def ring(name: str, **columns: Any) -> dict[str, Any]:
@@ -58,6 +87,7 @@ def ring(name: str, **columns: Any) -> dict[str, Any]:
         "pid": 41,
         "label": "",
         "kvscope": "0.1.0",
+        "started_at_ns": rows.T0_NS,
         "state": "recording",
         "state_detail": "",
         "read": 1000,

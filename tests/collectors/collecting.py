@@ -82,11 +82,11 @@ class Writer:
 
 
 class Served:
-    """A running `kvscope serve`."""
+    """A running `kvscope serve`; it leaves out the host and vLLM's metrics unless a flag says otherwise."""
 
     def __init__(self, *flags: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, "--port", "0", *flags],
+            [sys.executable, "-c", SERVE, "--port", "0", "--sample-seconds", "0", *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -107,8 +107,8 @@ class Served:
         return int(self.status()["store"]["rows_stored"])
 
     def requests(self) -> int:
-        """Requests on disk."""
-        body = json.dumps({"sql": "SELECT count(*) AS n FROM requests"}).encode()
+        """Requests on disk, in a store s.duckdb; the plain table has those in flight too."""
+        body = json.dumps({"sql": "SELECT count(*) AS n FROM s.main.requests"}).encode()
         headers = {"Content-Type": "application/json"}
         question = urllib.request.Request(f"{self.url}/api/v1/query", body, headers)
         with urllib.request.urlopen(question, timeout=30) as answer:

@@ -318,7 +318,7 @@ def reader_of(ring: SimulatedRing) -> Any:
 
 
 def check_live(pipeline: Pipeline) -> list[dict[str, Any]]:
-    return named({"requests": pipeline.live_rows()})["requests"]
+    return named({"requests": [one.row for one in pipeline.look(pipeline.joiner.live(), 0, 0)]})["requests"]
 
 
 def forget_rates(pipeline: Pipeline) -> None:
@@ -1319,7 +1319,7 @@ def test_memory_does_not_grow_with_the_requests_seen(mode: str, monkeypatch: pyt
     assert after["_live"] == after["_legs"] == 0
     held = {n for n in after if after[n] > before[n] + 40}
     # Blocks that D keeps for a next turn, until their lease is over; texts of what came after the row.
-    assert held <= ({"_leases", "texts"} if mode == "bidirectional" else set())
+    assert held <= ({"_leases", "_kept", "texts"} if mode == "bidirectional" else set())
 
 
 def test_of_a_stored_request_nothing_is_left_but_that_it_was() -> None:
