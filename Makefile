@@ -16,7 +16,7 @@ VERSION ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint bench contract docs format lock clean venv
+.PHONY: help demo test check lint bench contract docs pictures dashboards format lock clean venv
 
 help:  ## This list
 	@echo "kvscope: make TARGET"; echo
@@ -24,7 +24,7 @@ help:  ## This list
 		awk -F '\t' '{ printf "  %-10s %s\n", $$1, $$2 }'
 	@echo; echo "The first of them makes $(VENV) with real engines: 4 GB, a few minutes, once."
 
-demo: $(STAMP)  ## One prefill and one decode engine, a router, a load, and where the time went (ARGS="--mode pull")
+demo: $(STAMP)  ## A prefill and a decode engine, a router, a load, and `kvscope top` on it (ARGS="--mode pull")
 	@$(BIN)/kvscope demo $(ARGS)
 
 test: lint  ## Everything, on two real engines too (ARGS="-m 'not real'" leaves those out)
@@ -40,6 +40,7 @@ lint: $(STAMP)  ## Lint, format, types, walls, docs
 	@$(BIN)/mypy docs bench
 	@$(BIN)/lint-imports
 	@$(BIN)/python docs/generate.py --check
+	@$(BIN)/python -m kvscope.dashboards.build --check
 
 bench: $(STAMP)  ## What kvscope costs, measured on this machine (ARGS="--json")
 	@for bench in bench/[a-z]*.py; do $(BIN)/python $$bench $(ARGS); done
@@ -50,6 +51,12 @@ contract: $(STAMP)  ## Compare the methods we override with a vLLM release: make
 
 docs: $(STAMP)  ## Write docs/*.md anew from the code
 	@$(BIN)/python docs/generate.py
+
+dashboards: $(STAMP)  ## Write dashboards, rules and the runbook anew from the code
+	@$(BIN)/python -m kvscope.dashboards.build
+
+pictures: $(STAMP)  ## Take docs/pictures/*.svg anew, from real engines: five minutes
+	@$(BIN)/python docs/pictures.py $(ARGS)
 
 format: $(STAMP)  ## Sort imports, mend what the linter can mend, lay out the code
 	@$(BIN)/ruff check --fix .

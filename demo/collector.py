@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,15 +21,7 @@ class Collector:
         self.rings, self.store, self.log = rings, store, log
         command = [sys.executable, "-m", "kvscope.cli", "serve"]
         command += ["--dir", str(rings), "--store", str(store), "--port", str(port)]
-        with log.open("ab") as errors:
-            self.supervisor = subprocess.Popen(
-                [sys.executable, "-I", supervise.__file__, str(GRACE_S), *command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                start_new_session=True,
-                cwd=Path(__file__).resolve().parents[1],
-            )
+        self.supervisor = supervise.start(command, GRACE_S, log, answers=True)
         assert self.supervisor.stdout is not None
         line = self.supervisor.stdout.readline().decode(errors="replace")
         if "http://" not in line:
@@ -45,9 +36,7 @@ class Collector:
 
     def stop(self) -> None:
         """End it cleanly; returns when it is gone. May be called twice."""
-        if self.supervisor.stdin and not self.supervisor.stdin.closed:
-            self.supervisor.stdin.close()
-        self.supervisor.wait()
+        supervise.stop(self.supervisor)
 
 
 @contextlib.contextmanager

@@ -34,6 +34,8 @@ from kvscope.demo.engines import (
 from kvscope.demo.load import Load, run_conversation, run_load
 from kvscope.demo.model import make_model
 
+ROUTER_GRACE_S = 2
+
 
 @dataclass
 class Deployment:
@@ -97,24 +99,14 @@ def router(started: Sequence[Engine], folder: Path, sequential: bool = False) ->
     if sequential:
         command.append("--sequential")
     log = folder / "router.log"
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-I", supervise.__file__, "2", *command],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            cwd=Path(__file__).resolve().parents[1],
-            start_new_session=True,
-        )
+    process = supervise.start(command, ROUTER_GRACE_S, log)
     try:
         url = f"http://127.0.0.1:{port}"
         _wait_for_router(url, process, log)
         taming.favour(supervise.descendants(process.pid)[0])
         yield url
     finally:
-        assert process.stdin
-        process.stdin.close()
-        process.wait()
+        supervise.stop(process)
 
 
 def _wait_for_router(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -169,9 +169,7 @@ class Engine:
 
     def stop(self) -> None:
         """End every process of the engine; returns when all are gone. May be called twice."""
-        if self.supervisor.stdin and not self.supervisor.stdin.closed:
-            self.supervisor.stdin.close()
-        self.supervisor.wait()
+        supervise.stop(self.supervisor)
 
 
 def _process_name(command_line: str) -> str:
@@ -263,16 +261,8 @@ def launch(spec: EngineSpec, model: Path, folder: Path, cores: Sequence[int] = (
         *spec.arguments,
     ]  # fmt: skip
     log = own / "engine.log"
-    with log.open("ab") as output:
-        supervisor = subprocess.Popen(
-            [sys.executable, "-I", supervise.__file__, str(STOP_GRACE_S), *command],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            cwd=own,
-            env=_environment(spec, own, side_channel_port, cores[0]),
-            start_new_session=True,
-        )
+    environment = _environment(spec, own, side_channel_port, cores[0])
+    supervisor = supervise.start(command, STOP_GRACE_S, log, folder=own, environment=environment)
     return Engine(spec, engine_id, port, side_channel_port, log, supervisor, cores, time.monotonic())
 
 
@@ -322,8 +312,7 @@ def engines(
             yield {engine.spec.name: engine for engine in started}
         finally:
             for engine in started:  # all life lines first: they end side by side
-                if engine.supervisor.stdin:
-                    engine.supervisor.stdin.close()
+                supervise.cut(engine.supervisor)
             for engine in started:
                 engine.stop()
 

@@ -1,13 +1,19 @@
-"""The client that measures: seeded requests through the router, streamed, timed on CLOCK_MONOTONIC."""
+"""The client that measures: seeded requests through the router, streamed, timed on CLOCK_MONOTONIC.
+
+And one that does not measure: a load that goes on while someone looks at it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
+import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +22,12 @@ import httpx
 from kvscope.demo.model import VOCABULARY
 
 MODEL = "tiny"
+
+USERS = 2
+"""Of the load that goes on."""
+THINKING_S = (0.2, 1.5)
+PROMPT_TOKENS = (120, 300, 700, 1500)
+OUTPUT_TOKENS = (8, 48)
 
 
 @dataclass(frozen=True)
@@ -183,14 +195,20 @@ async def run_conversation(
     seed: int = 0,
     timeout_s: float = 120,
     session: str = "",
+    pause_s: float = 0.0,
 ) -> list[Result]:
-    """One session: each turn's prompt is all tokens so far and `added_tokens` new ones. Stops at an error."""
+    """One session: each turn's prompt is all tokens so far and `added_tokens` new ones. Stops at an error.
+
+    Between turns it waits for up to `pause_s`.
+    """
     rng = random.Random(seed)
     session = session or f"s{uuid.uuid4().hex}"
     results: list[Result] = []
     prompt = make_prompt(first_prompt_tokens, rng)
     async with _client(timeout_s) as client:
         for turn in range(1, turns + 1):
+            if pause_s and turn > 1:
+                await asyncio.sleep(rng.uniform(0, pause_s))
             result = await send(client, url, list(prompt), output_tokens, session=session)
             result.turn = turn
             results.append(result)
@@ -199,3 +217,47 @@ async def run_conversation(
             prompt += result.output_ids + make_prompt(added_tokens, rng)
         await fetch_hops(client, url, results)
     return results
+
+
+@contextlib.contextmanager
+def sending(url: str, conversations: bool, seed: int = 0) -> Iterator[None]:
+    """Send a gentle load through the router at `url`, in a thread, until the end.
+
+    Single requests, or `conversations` of some turns. One that fails is let go; the next one comes.
+    """
+    begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = Future()
+
+    async def send_on() -> None:
+        users = [_user(url, conversations, random.Random(f"{seed}/{number}")) for number in range(USERS)]
+        task = asyncio.create_task(_together(users))
+        begun.set_result((asyncio.get_running_loop(), task))
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    thread = threading.Thread(target=asyncio.run, args=(send_on(),), name="load", daemon=True)
+    thread.start()
+    loop, task = begun.result()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(RuntimeError):  # it has ended by itself
+            loop.call_soon_threadsafe(task.cancel)
+        thread.join()
+
+
+async def _together(users: Sequence[Awaitable[None]]) -> None:
+    await asyncio.gather(*users)
+
+
+async def _user(url: str, conversations: bool, rng: random.Random) -> None:
+    async with _client(120) as client:
+        while True:
+            await asyncio.sleep(rng.uniform(*THINKING_S))
+            tokens, output_tokens = rng.choice(PROMPT_TOKENS), rng.randint(*OUTPUT_TOKENS)
+            with contextlib.suppress(httpx.HTTPError, ValueError):
+                if conversations:
+                    turns, seed = rng.randint(2, 5), rng.getrandbits(32)
+                    first = min(tokens, 700)
+                    await run_conversation(url, turns, first, 60, output_tokens, seed, pause_s=4)
+                else:
+                    await send(client, url, make_prompt(tokens, rng), output_tokens)

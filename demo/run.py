@@ -1,4 +1,7 @@
-"""`kvscope demo`: a real prefill and decode engine, a router, the daemon, a load, and what was found."""
+"""`kvscope demo`: a real prefill and decode engine, a router, the daemon, a load, and `kvscope top` on it.
+
+Where there is no terminal, a summary of what was found in place of `kvscope top`.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ import argparse
 import asyncio
 import contextlib
 import importlib.util
+import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
+import termios
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,14 +25,22 @@ import msgspec
 
 from kvscope import text
 from kvscope.client import Daemon
-from kvscope.demo import simulate
+from kvscope.demo import simulate, supervise
 from kvscope.demo.collector import collector
+from kvscope.demo.traffic import Plan, traffic
 from kvscope.errors import KvscopeError
 from kvscope.explain import explain
 
 MODES = ("push", "pull", "bidirectional")
 STORED_TIMEOUT_S = 30
 TURNS = 3
+WINDOW = "2m"
+"""Of `kvscope top`: short, as a demo is."""
+TOP_GRACE_S = 5
+LEAVE_SCREEN = (
+    "".join(f"\x1b[?{mode}l" for mode in (1000, 1003, 1006, 1015, 2004, 1004, 1049)) + "\x1b[?25h\x1b[0m"
+)
+"""No mouse, no marks around pastes, the first screen, a cursor: for a program that was killed."""
 
 Say = Callable[[str], None]
 
@@ -36,16 +50,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="kvscope demo",
         description="Start a prefill and a decode engine (vLLM on CPU, a tiny model, real NIXL transfers), a "
-        "router, the kvscope daemon and a load, and show where the time to first token went. Everything ends "
-        "with the command, and nothing stays on the disk. Takes about a minute; engines need 4 GB of memory.",
+        "router, the kvscope daemon and a load, and look at it with `kvscope top`; q ends all of it. Where "
+        "there is no terminal, send some requests and print where their time to first token went. Nothing "
+        "stays on the disk. Starting takes about a minute; engines need 4 GB of memory.",
         epilog="examples:\n  kvscope demo\n  kvscope demo --mode pull\n  kvscope demo --simulate",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--mode", choices=MODES, default="push", help="who moves the KV cache (default: push)"
+        "--mode", choices=MODES, help="who moves the KV cache (default: push; `top` on simulated events: all)"
     )
     parser.add_argument(
-        "--requests", type=_count, default=24, metavar="N", help="requests to send (default: 24)"
+        "--requests",
+        type=_count,
+        default=24,
+        metavar="N",
+        help="without `top`: requests to send (default: 24)",
     )
     parser.add_argument(
         "--sequential", action="store_true", help="push: the router asks D only when P has answered"
@@ -53,24 +72,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--simulate", action="store_true", help="simulated events instead of engines: 5 seconds"
     )
-    parser.add_argument("--stay", action="store_true", help="leave all of it running until Ctrl-C")
-    parser.add_argument("--json", action="store_true", help="what was found as JSON")
+    parser.add_argument("--no-top", action="store_true", help="the summary, in a terminal too")
+    parser.add_argument(
+        "--stay", action="store_true", help="the summary, and leave all of it running until Ctrl-C"
+    )
+    parser.add_argument("--json", action="store_true", help="the summary as JSON")
     arguments = parser.parse_args(argv)
+    top = _has_top(arguments)
+    if arguments.mode is None and (arguments.sequential or not (top and arguments.simulate)):
+        arguments.mode = "push"
     if arguments.sequential and arguments.mode != "push":
         parser.error("--sequential is about push: pull and bidirectional are sequential by nature")
     say: Say = (lambda line: print(line, file=sys.stderr, flush=True)) if arguments.json else _say
-    signal.signal(signal.SIGTERM, _leave)
+    for number in supervise.ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` has its way
+            signal.signal(number, _leave)
+    run = {
+        (False, False): _real,
+        (False, True): _real_top,
+        (True, False): _simulated,
+        (True, True): _simulated_top,
+    }[arguments.simulate, top]
     try:
         with _folder() as folder:
-            (_simulated if arguments.simulate else _real)(arguments, folder, say)
+            code = run(arguments, folder, say)
     except KeyboardInterrupt:
         say("stopped; everything is gone")
         return 130
-    return 0
+    if top:
+        say("ended; everything is gone")
+    return code
+
+
+def _has_top(arguments: argparse.Namespace) -> bool:
+    """Whether there is someone to look at `kvscope top`, and something to look with."""
+    if arguments.json or arguments.no_top or arguments.stay:
+        return False
+    # Textual draws on standard error.
+    terminal = all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
+    return (
+        terminal
+        and os.environ.get("TERM", "dumb") != "dumb"
+        and importlib.util.find_spec("textual") is not None
+    )
 
 
 def _leave(number: int, frame: object) -> None:
-    """SIGTERM ends it as Ctrl-C does."""
+    """Any of these signals ends it as Ctrl-C does; another one does not keep it from cleaning up."""
+    for other in supervise.ENDING:
+        signal.signal(other, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
@@ -98,7 +148,32 @@ def _folder() -> Iterator[Path]:
 # --- real engines --------------------------------------------------------------------------------
 
 
-def _real(arguments: argparse.Namespace, folder: Path, say: Say) -> None:
+def _real(arguments: argparse.Namespace, folder: Path, say: Say) -> int:
+    with _engines(arguments, folder, say) as (daemon_url, router_url):
+        say(f"Sending {arguments.requests} requests ...")
+        since_ns = time.time_ns()
+        sent = asyncio.run(_load(router_url, arguments.mode, arguments.requests))
+        failed = [result for result in sent if not result.ok]
+        if failed:
+            say(f"{len(failed)} of {len(sent)} requests failed, the first with: {failed[0].error[:300]}")
+        served = len(sent) - len(failed)
+        _show(daemon_url, since_ns, served, arguments, say, "real engines on CPU, tiny model")
+    return 0
+
+
+def _real_top(arguments: argparse.Namespace, folder: Path, say: Say) -> int:
+    with _engines(arguments, folder, say) as (daemon_url, router_url):
+        from kvscope.demo.load import sending
+
+        with sending(router_url, conversations=arguments.mode == "bidirectional"):
+            code = _top(daemon_url)
+        say("Ending the engines ...")
+    return code
+
+
+@contextlib.contextmanager
+def _engines(arguments: argparse.Namespace, folder: Path, say: Say) -> Iterator[tuple[str, str]]:
+    """Engines, a router and a daemon; yields the addresses of the daemon and the router."""
     missing = [name for name in ("torch", "vllm", "nixl") if importlib.util.find_spec(name) is None]
     if missing:
         raise KvscopeError(
@@ -108,27 +183,19 @@ def _real(arguments: argparse.Namespace, folder: Path, say: Say) -> None:
     from kvscope.demo.deployment import deployment
     from kvscope.demo.engines import DECODE, PREFILL, EngineSpec
 
-    mode = arguments.mode
     rings = folder / "rings"
     environment = {"KVSCOPE_DIR": str(rings), "KVSCOPE_LABEL": "demo"}
     specs = [
-        EngineSpec(name, role, mode, instrumented=True, environment=environment)
+        EngineSpec(name, role, arguments.mode, instrumented=True, environment=environment)
         for name, role in (("p", PREFILL), ("d", DECODE))
     ]
-    say(f"Starting a prefill and a decode engine ({mode}), which takes about half a minute ...")
+    say(f"Starting a prefill and a decode engine ({arguments.mode}), which takes about half a minute ...")
     with (
         collector(rings, folder) as daemon,
         deployment(specs, folder=folder, sequential=arguments.sequential, progress=_progress(say)) as running,
     ):
-        say(f"Ready after {running.ready_s:.0f} s. Sending {arguments.requests} requests ...")
-        since_ns = time.time_ns()
-        sent = asyncio.run(_load(running.url, mode, arguments.requests))
-        failed = [result for result in sent if not result.ok]
-        if failed:
-            say(f"{len(failed)} of {len(sent)} requests failed, the first with: {failed[0].error[:300]}")
-        _show(
-            daemon.url, since_ns, len(sent) - len(failed), arguments, say, "real engines on CPU, tiny model"
-        )
+        say(f"Ready after {running.ready_s:.0f} s.")
+        yield daemon.url, running.url
 
 
 def _progress(say: Say) -> Callable[[str, float], None]:
@@ -161,7 +228,7 @@ async def _load(url: str, mode: str, requests: int) -> list[Any]:
 # --- simulated -----------------------------------------------------------------------------------
 
 
-def _simulated(arguments: argparse.Namespace, folder: Path, say: Say) -> None:
+def _simulated(arguments: argparse.Namespace, folder: Path, say: Say) -> int:
     say(f"SIMULATED: {arguments.requests} generated requests ({arguments.mode}); no engine runs.")
     rings = folder / "rings"
     fleet = simulate.Fleet(rings, arguments.mode, slots=1 << 17)
@@ -172,6 +239,15 @@ def _simulated(arguments: argparse.Namespace, folder: Path, say: Say) -> None:
     with collector(rings, folder) as daemon:
         _show(daemon.url, since_ns, arguments.requests, arguments, say, "SIMULATED events, no engines")
     fleet.close()
+    return 0
+
+
+def _simulated_top(arguments: argparse.Namespace, folder: Path, say: Say) -> int:
+    modes = (arguments.mode,) if arguments.mode else MODES
+    say(f"SIMULATED: generated requests ({', '.join(modes)}); no engine runs.")
+    plan = Plan(modes, 2 * len(modes), in_flight=40, recent=400, per_s=4.0, sequential=arguments.sequential)
+    with traffic(plan, folder / "rings", folder), collector(folder / "rings", folder) as daemon:
+        return _top(daemon.url)
 
 
 def _simulate(fleet: simulate.Fleet, arguments: argparse.Namespace) -> None:
@@ -186,6 +262,46 @@ def _simulate(fleet: simulate.Fleet, arguments: argparse.Namespace) -> None:
             at += 40_000_000
 
 
+# --- kvscope top ---------------------------------------------------------------------------------
+
+
+def _top(url: str) -> int:
+    """Show `kvscope top` until the user leaves it; the terminal is afterwards as it was. Returns its code."""
+    before = termios.tcgetattr(sys.stdin)
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        with supervise.signals_held():
+            started.append(subprocess.Popen(_top_command(url, "--window", WINDOW)))
+        return started[0].wait()
+    finally:
+        # From here on Ctrl-C would only leave things behind.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for process in started:
+            if process.poll() is None:
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(TOP_GRACE_S)
+                process.kill()
+                process.wait()
+            if process.returncode:
+                print(LEAVE_SCREEN, end="", flush=True)
+        with contextlib.suppress(termios.error):  # the terminal is gone
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _top_command(url: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "kvscope.cli", "top", "--url", url, *arguments]
+
+
+def _top_text(url: str, since_ns: int, form: str, width: int = 100) -> str:
+    """What `kvscope top` shows of the time since then, as `--once` or `--json`; why not, where it can't."""
+    at_ns = time.time_ns()
+    window = ("--window", f"{-(-(at_ns - since_ns) // 1_000_000)}ms", "--at", str(at_ns))
+    command, environment = _top_command(url, form, *window), {**os.environ, "COLUMNS": str(width)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    return done.stdout if done.returncode == 0 else done.stderr
+
+
 # --- what it found -------------------------------------------------------------------------------
 
 
@@ -197,17 +313,21 @@ def _show(url: str, since_ns: int, expected: int, arguments: argparse.Namespace,
     detail = daemon.request(slowest) if slowest else {}
     if arguments.json:
         found = {"data": what, "url": url, "ttft": ttft, "steps": steps, "slowest": detail}
+        with contextlib.suppress(msgspec.DecodeError):
+            found["top"] = msgspec.json.decode(_top_text(url, since_ns, "--json"))
         print(msgspec.json.format(msgspec.json.encode(found)).decode())
     else:
         for title, answer in ((f"Time to first token ({what})", ttft), ("Steps on the critical path", steps)):
             say(f"\n{title}")
             say(text.table([column["name"] for column in answer["columns"]], answer["rows"]))
+        width = max(80, min(160, shutil.get_terminal_size((100, 24)).columns))
         if detail:
             say("\nThe slowest request")
-            width = max(80, min(160, shutil.get_terminal_size((100, 24)).columns))
             say(explain(detail, width, False).rstrip())
+        say("\nThe fleet, as `kvscope top` shows it")
+        say(_top_text(url, since_ns, "--once", width).rstrip())
     if arguments.stay:
-        say(f"\nStill running. Ask it:  kvscope requests --url {url}\nCtrl-C ends all of it.")
+        say(f"\nStill running. Look at it:  kvscope top --url {url}\nCtrl-C ends all of it.")
         while True:
             time.sleep(3600)
     daemon.close()

@@ -1,9 +1,9 @@
 """Runs one program so that nothing of it survives: neither a clean stop nor a kill -9 of whoever started it.
 
-Started by `engines.py` as `python -I supervise.py GRACE_SECONDS COMMAND...`. Its standard input is the
-life line: while the pipe is open the engine lives, a closed pipe (the starter stopped it, or died of
-anything) ends it. As a sub-reaper it also owns the processes whose parents died. Standard library
-only: it must start in a moment and need nothing.
+`start` runs it as `python -I supervise.py GRACE_SECONDS COMMAND...`. Its standard input is the life line:
+while the pipe is open the program lives, a closed pipe (the starter stopped it, or died of anything)
+ends it. As a sub-reaper it also owns the processes whose parents died. Standard library only: it must
+start in a moment and need nothing.
 """
 
 from __future__ import annotations
@@ -15,14 +15,90 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 # What vLLM, torch and UCX leave in /dev/shm when killed. Never a recorder's ring: those outlive crashes.
 SHARED_MEMORY_PREFIXES = ("psm_", "ucx_shm_posix_", "sem.mp-", "torch_", "gloo_", "nixl_")
+
+
+def start(
+    command: Sequence[str],
+    grace_s: float,
+    log: Path,
+    *,
+    answers: bool = False,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Run a program under this one, in a session of its own, so that a terminal's Ctrl-C passes it by.
+
+    Args:
+        command: The program and its arguments.
+        grace_s: What it gets after SIGTERM before all of it is killed.
+        log: What it writes goes to the end of this file.
+        answers: Its standard output can be read from the process returned; only its errors go to the log.
+        folder: Where it runs; by default where `python -m kvscope...` finds this kvscope.
+        environment: Instead of this process's own.
+    """
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        with log.open("ab") as output, signals_held():
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, "-I", __file__, str(grace_s), *command],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE if answers else output,
+                    stderr=output,
+                    cwd=folder or Path(__file__).resolve().parents[1],
+                    env=environment,
+                    start_new_session=True,
+                )
+            )
+    except BaseException:
+        for supervisor in started:
+            stop(supervisor)
+        raise
+    return started[0]
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Ctrl-C and its like come when this ends: not while a program is begun that could not be ended yet."""
+    held: list[int] = []
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # signals are no other thread's business
+        for number in ENDING:
+            if callable(handler := signal.getsignal(number)):
+                before[number] = handler
+                signal.signal(number, lambda number, frame: held.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if held:
+        signal.raise_signal(held[0])
+
+
+def cut(supervisor: subprocess.Popen[bytes]) -> None:
+    """Let a started program end, without waiting for it. May be called twice."""
+    if supervisor.stdin:
+        supervisor.stdin.close()
+
+
+def stop(supervisor: subprocess.Popen[bytes]) -> None:
+    """End a started program; returns when nothing of it is left. May be called twice."""
+    cut(supervisor)
+    supervisor.wait()
+    if supervisor.stdout:
+        supervisor.stdout.close()
 
 
 def descendants(root: int) -> list[int]:
@@ -103,11 +179,11 @@ def main(arguments: list[str]) -> None:
     grace_s, command = float(arguments[0]), arguments[1:]
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
 
     def in_child() -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in ENDING:
             signal.signal(number, signal.SIG_DFL)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

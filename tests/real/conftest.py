@@ -26,6 +26,9 @@ from kvscope.demo.load import Load, Result, run_load
 from kvscope.demo.model import make_model
 from kvscope.steps import STEPS
 
+HERE = Path(__file__).parent
+SHARING = ("test_engines.py", "test_prometheus.py")
+MODES = ("push", "pull", "bidirectional")
 OWN_METRICS = ("--enable-per-request-metrics", "--enable-force-include-usage")
 
 
@@ -150,9 +153,22 @@ def specs_of(mode: str, stock: bool = True) -> list[EngineSpec]:
     return found
 
 
-@pytest.fixture(scope="module")
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What shares the scenes goes last, mode by mode: no other engines run beside them."""
+
+    def order(item: pytest.Item) -> tuple[int, int, int]:
+        if item.path.parent != HERE or item.path.name not in SHARING:
+            return 0, 0, 0
+        mode: str = item.callspec.params["scene"]  # type: ignore[attr-defined]
+        return 1 + MODES.index(mode), SHARING.index(item.path.name), item.reportinfo()[1] or 0
+
+    items.sort(key=order)
+
+
+@pytest.fixture(scope="session")
 def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
-    """The scene of the mode that the test is parametrized with."""
+    """The scene of the mode that the test is parametrized with; the modules SHARING it come one by one."""
     mode = request.param
     stock = mode != "bidirectional"
     lengths = [(64, 200, 450, 900)[i % 4] for i in range(200)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import shutil
 import statistics
@@ -26,11 +27,11 @@ from .conftest import Scene, metric, steps, wait_until
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 MODES = ("push", "pull", "bidirectional")
-every_mode = pytest.mark.parametrize("scene", MODES, indirect=True, scope="module")
-push = pytest.mark.parametrize("scene", ["push"], indirect=True, scope="module")
-pull = pytest.mark.parametrize("scene", ["pull"], indirect=True, scope="module")
-bidirectional = pytest.mark.parametrize("scene", ["bidirectional"], indirect=True, scope="module")
-push_and_pull = pytest.mark.parametrize("scene", ["push", "pull"], indirect=True, scope="module")
+every_mode = pytest.mark.parametrize("scene", MODES, indirect=True, scope="session")
+push = pytest.mark.parametrize("scene", ["push"], indirect=True, scope="session")
+pull = pytest.mark.parametrize("scene", ["pull"], indirect=True, scope="session")
+bidirectional = pytest.mark.parametrize("scene", ["bidirectional"], indirect=True, scope="session")
+push_and_pull = pytest.mark.parametrize("scene", ["push", "pull"], indirect=True, scope="session")
 
 MS = 1e6
 
@@ -79,8 +80,17 @@ def test_none_of_two_hundred_requests_in_a_row_stalls(scene: Scene) -> None:
 
 @every_mode
 def test_nothing_is_lost_missing_or_failed(scene: Scene) -> None:
+    stock = {e.pids()["engine_core"] for name, e in scene.engines.items() if name.startswith("stock-")}
+
+    def told_of_stock() -> list[str] | None:
+        problems: list[str] = scene.daemon.status()["problems"]
+        return problems if len(problems) >= len(stock) else None
+
+    problems = wait_until(told_of_stock, seconds=60, what="being told of the stock engines")
+    assert sorted(line.partition(" runs with NIXL")[0] for line in problems) == sorted(
+        f"NOT INSTRUMENTED: process {pid} (VLLM::EngineCore)" for pid in stock
+    )
     status = scene.daemon.status()
-    assert status["problems"] == []
     assert status["unreadable"] == []
     assert len(status["rings"]) == 4
     for ring in status["rings"]:
@@ -90,6 +100,25 @@ def test_nothing_is_lost_missing_or_failed(scene: Scene) -> None:
         assert ring["fingerprint"]["vllm"] == "0.32.0"
     failed = scene.daemon.query("", "SELECT kind, name, detail FROM failures WHERE kind <> 'nixl'", {})
     assert failed["rows"] == []
+
+
+@every_mode
+def test_samples_of_both_engines_arrive(scene: Scene) -> None:
+    names = ("process.cpu", "vllm.running", "kv_blocks.total", "engine.step_ns")
+    wanted = {(scene.engines[engine].engine_id, name) for engine in ("p", "d") for name in names}
+
+    def missing() -> set[tuple[str, str]]:
+        found = scene.daemon.query("", "SELECT DISTINCT engine, name FROM samples", {})["rows"]
+        return wanted - {(engine, name) for engine, name in found}
+
+    with contextlib.suppress(AssertionError):  # the set says more
+        wait_until(lambda: not missing())
+    assert missing() == set()
+    if scene.mode == "push":
+        threads = (
+            "SELECT DISTINCT engine FROM samples WHERE name = 'thread.cpu' AND label = 'nixl-push-write'"
+        )
+        assert len(scene.daemon.query("", threads, {})["rows"]) == 2
 
 
 def _outside_kvscope(scene: Scene, results: list[Result]) -> list[float]:
@@ -244,12 +273,7 @@ def test_requests_through_the_real_vllm_router_are_explained_like_our_own(scene:
     command = [tool, "--host", "127.0.0.1", "--port", str(port), "--vllm-pd-disaggregation"]
     command += ["--prefill", scene.engines["p"].url, "--decode", scene.engines["d"].url]
     command += ["--kv-connector", "nixl", "--policy", "round_robin", "--prometheus-port", str(free_port())]
-    process = subprocess.Popen(
-        [sys.executable, "-I", supervise.__file__, "2", *command],
-        stdin=subprocess.PIPE,
-        stdout=(scene.folder / "vllm-router.log").open("w"),
-        stderr=subprocess.STDOUT,
-    )
+    process = supervise.start(command, 2, scene.folder / "vllm-router.log")
     url = f"http://127.0.0.1:{port}"
     try:
 
@@ -266,9 +290,7 @@ def test_requests_through_the_real_vllm_router_are_explained_like_our_own(scene:
         for _ in range(3):
             assert ask() is not None
     finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait()
+        supervise.stop(process)
 
     def stored() -> list[dict[str, Any]]:
         listed = scene.daemon.requests(Listing(limit=50))
