@@ -1,12 +1,16 @@
 """The daemon's HTTP API: read-only questions about what it holds.
 
     GET  /healthz                     it answers
+    GET  /metrics                     for Prometheus: text, or OpenMetrics where that is accepted
     GET  /api/v1/status               rings, engines, losses, store
     GET  /api/v1/requests             list: where= (repeatable), sort=, limit=, since=
     GET  /api/v1/requests/{id}        one request, by any of its ids or the beginning of one
     GET  /api/v1/queries              the named questions, documented
     POST /api/v1/query                {"name": …} or {"sql": …}, {"parameters": {…}}; JSON, or an Arrow stream
+    GET  /api/v1/live                 one frame: window=, at=, where= (repeatable), label=
+    GET  /api/v1/stream               frames from now on, one line each: the same but for at=, and refresh=
     POST /api/v1/snapshot             {"path": …}: a copy of the store that other programs may open
+    GET  /api/services, /api/traces … Jaeger's query API, for Grafana: see collectors/jaeger.py
 
 Errors are JSON, `{"error": one line, "hint": what to do}`. All input is untrusted: bodies are bounded
 and validated, queries run in worker threads with limits on time, rows and bytes. A web page must not
@@ -36,11 +40,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvscope import __version__, lookup, query
+from kvscope.collectors import jaeger
+from kvscope.collectors.live import LiveView, TooManyViewers, Watched
+from kvscope.collectors.stream import Frames, Viewers
 from kvscope.errors import KvscopeError, UsageError
-from kvscope.text import printable
+from kvscope.frame import Scope as FrameScope
+from kvscope.text import duration_ns, printable
 
 if TYPE_CHECKING:
     import duckdb
+    import pyarrow
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +57,8 @@ MAX_BODY_BYTES = 2 * query.MAX_SQL_BYTES
 MAX_ID_CHARACTERS = 1024
 THREADS = 4
 """Questions answered at once."""
+MIN_REFRESH_NS, MAX_REFRESH_NS = 200_000_000, 60_000_000_000
+"""Between two frames of a stream."""
 MAX_WAITING = 32
 """Questions that may wait for a thread; beyond it a caller is told to come again."""
 
@@ -57,7 +68,7 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 T = TypeVar("T")
 
 
-class Daemon(Protocol):
+class Daemon(Watched, Protocol):
     """What the API needs of the daemon. All are called from worker threads."""
 
     def status(self) -> dict[str, Any]: ...
@@ -70,13 +81,16 @@ class Daemon(Protocol):
 
     def snapshot(self, path: Path) -> None: ...
 
+    def metrics(self, accept: str) -> tuple[bytes, str]:
+        """Text for Prometheus, and its content type."""
+
 
 class QueryBody(msgspec.Struct, forbid_unknown_fields=True):
     """Body of POST /api/v1/query: a name or SQL."""
 
     name: Annotated[str, msgspec.Meta(max_length=64)] = ""
     sql: str = ""
-    parameters: dict[str, str | int | None] = {}
+    parameters: dict[str, str | int | list[str] | None] = {}
 
 
 class SnapshotBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -88,6 +102,7 @@ class SnapshotBody(msgspec.Struct, forbid_unknown_fields=True):
 
 def allowed_hosts(address: str) -> frozenset[str] | None:
     """Host names that requests to a daemon listening on `address` may carry; None for any."""
+    address = address.lower()
     if address in LOOPBACK:
         return LOOPBACK
     return None if address in ("0.0.0.0", "::") else LOOPBACK | {address}
@@ -105,15 +120,19 @@ def create_app(
         hosts: host names that a request may be addressed to, without port; None for any.
     """
     api = _Api(daemon, limits)
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/healthz", api.health),
+            Route("/metrics", api.metrics),
             Route("/api/v1/status", api.status),
             Route("/api/v1/requests", api.requests),
             Route("/api/v1/requests/{id:path}", api.request),
             Route("/api/v1/queries", api.queries),
             Route("/api/v1/query", api.query, methods=["POST"]),
+            Route("/api/v1/live", api.live),
+            Route("/api/v1/stream", api.stream),
             Route("/api/v1/snapshot", api.snapshot, methods=["POST"]),
+            *jaeger.routes(jaeger.Jaeger(daemon, api.not_stored, limits), api.answer),
         ],
         middleware=[Middleware(_Guard, hosts=None if hosts is None else frozenset(hosts))],
         exception_handlers={
@@ -122,6 +141,8 @@ def create_app(
             ClientDisconnect: _gone,
         },
     )
+    app.state.end = api.end
+    return app
 
 
 class _Api:
@@ -129,12 +150,33 @@ class _Api:
         self._daemon = daemon
         self._limits = limits
         self._threads = anyio.CapacityLimiter(THREADS)
+        self._scrapes = anyio.CapacityLimiter(1)
+        self._view = LiveView(daemon, limits)
+        self._viewers = Viewers()
+
+    def end(self) -> None:
+        """End all streams at once, because the daemon is about to stop; from any thread."""
+        self._viewers.end()
+        self._view.close()
+
+    def not_stored(self) -> pyarrow.Table:
+        """Requests that the store does not have (yet); from a worker thread."""
+        return self._view.requests()
+
+    async def answer(self, work: Callable[[], object]) -> Response:
+        """JSON of what `work` returns in a worker thread."""
+        return await self._in_thread(lambda: _json(work()))
 
     async def health(self, request: Request) -> Response:
         return _json({"ok": True, "kvscope": __version__})
 
     async def status(self, request: Request) -> Response:
         return await self._in_thread(lambda: _json(self._daemon.status()))
+
+    async def metrics(self, request: Request) -> Response:
+        accept = ",".join(request.headers.getlist("accept"))
+        # Beside the questions: a scrape must not wait for a slow one.
+        return await self._in_thread(lambda: _response(*self._daemon.metrics(accept)), self._scrapes)
 
     async def requests(self, request: Request) -> Response:
         parameters: dict[str, Any] = {k: v for k, v in request.query_params.items() if k != "where"}
@@ -187,12 +229,27 @@ class _Api:
 
         def answer() -> Response:
             sql = query.checked(body.name, body.parameters).sql if body.name else body.sql
+            # Those in flight first: one that is stored in between is seen twice and counted once.
+            live = self._view.requests()
             with contextlib.closing(self._daemon.cursor()) as cursor:
                 if arrow:
-                    return _arrow(*query.run_arrow(cursor, sql, body.parameters, self._limits))
-                return _json(query.result_json(query.run_sql(cursor, sql, body.parameters, self._limits)))
+                    return _arrow(*query.run_arrow(cursor, sql, body.parameters, self._limits, live))
+                found = query.run_sql(cursor, sql, body.parameters, self._limits, live)
+                return _json(query.result_json(found))
 
         return await self._in_thread(answer)
+
+    async def live(self, request: Request) -> Response:
+        scope, _ = _scope(request)
+        return await self._in_thread(lambda: _json(self._view.frame(scope)))
+
+    async def stream(self, request: Request) -> Response:
+        scope, refresh_s = _scope(request, stream=True)
+        try:
+            stream = self._view.stream(scope)
+        except TooManyViewers as error:
+            raise HTTPException(503, str(error)) from None
+        return await Frames.start(stream, refresh_s, self._viewers)
 
     async def snapshot(self, request: Request) -> Response:
         path = Path((await _body(request, SnapshotBody)).path)
@@ -205,11 +262,14 @@ class _Api:
 
         return await self._in_thread(answer)
 
-    async def _in_thread(self, work: Callable[[], Response]) -> Response:
-        if self._threads.statistics().tasks_waiting >= MAX_WAITING:
+    async def _in_thread(
+        self, work: Callable[[], Response], limiter: anyio.CapacityLimiter | None = None
+    ) -> Response:
+        limiter = limiter or self._threads
+        if limiter.statistics().tasks_waiting >= MAX_WAITING:
             raise HTTPException(503, "the daemon is busy with other questions; ask again in a moment")
         try:
-            return await anyio.to_thread.run_sync(work, limiter=self._threads)
+            return await anyio.to_thread.run_sync(work, limiter=limiter)
         except KvscopeError:
             raise
         except Exception as error:
@@ -243,6 +303,23 @@ def _host_name(url: str) -> str:
         return (urlsplit(url).hostname or "").lower()
     except ValueError:
         return ""
+
+
+def _scope(request: Request, stream: bool = False) -> tuple[FrameScope, float]:
+    """What the parameters of a frame, or of a stream of frames, ask for, and every how many seconds."""
+    names = (*FrameScope.__struct_fields__, *(("refresh",) if stream else ()))
+    values: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        if name not in names:
+            raise UsageError(f"no parameter {printable(name)[:40]!r} here; there are: {', '.join(names)}")
+        if name in values and name != "where":
+            raise UsageError(f"{name} is given twice")
+        values[name] = value
+    refresh_ns = duration_ns(values.pop("refresh", "1s"))
+    if not MIN_REFRESH_NS <= refresh_ns <= MAX_REFRESH_NS:
+        raise UsageError("refresh is a duration from 200ms to 60s")
+    given = {**values, **({"where": request.query_params.getlist("where")} if "where" in values else {})}
+    return _valid(lambda: msgspec.convert(given, FrameScope)), refresh_ns / 1e9
 
 
 async def _body(request: Request, type_: type[T]) -> T:

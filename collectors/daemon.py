@@ -5,20 +5,27 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import duckdb
+import pyarrow as pa
 
 from kvscope import __version__
-from kvscope.collectors.pipeline import Pipeline
-from kvscope.collectors.rings import Rings, Tail
+from kvscope.collectors.aggregates import Aggregates
+from kvscope.collectors.channel import Look
+from kvscope.collectors.exposition import Exposition, Now, read_now
+from kvscope.collectors.otlp import make_exporter
+from kvscope.collectors.pipeline import LiveRequest, Pipeline
+from kvscope.collectors.rings import RingProcess, Rings, Tail
+from kvscope.collectors.sampler import Sampler, make_sampler
 from kvscope.collectors.store import Row, Rows, Store
 from kvscope.errors import KvscopeError
 from kvscope.join import SETTLE_NS
 from kvscope.ring import Event
-from kvscope.schema import ENGINES, FAILURES, REQUESTS
+from kvscope.samples import Sample
+from kvscope.schema import ENGINES, FAILURES, REQUESTS, SAMPLES
 from kvscope.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -28,6 +35,8 @@ SCAN_INTERVAL_S = 1.0
 TAKE_INTERVAL_S = 0.1
 """The store commits no more often."""
 IDLE_MIN_S, IDLE_MAX_S = 0.005, 0.1
+LOOK_REQUESTS = 256
+"""Looked at in one go."""
 BUSY_SLOTS = 1024
 """A pass that moved this much is followed by the next at once."""
 
@@ -41,10 +50,12 @@ class Collector:
     def __init__(self, rings: Rings, store: Store) -> None:
         self.rings = rings
         self.store = store
-        self.pipeline = Pipeline(store.has_request)
+        self.pipeline = Pipeline(store.has_request, store.has_row)
         self.lock = threading.Lock()
         self.faults = 0
         """Events that the pipeline could not take."""
+        self.sampler = Sampler({}, list)
+        """Without sources: the engines' own samples go through it."""
         self._next_scan = self._next_take = 0.0
         self._stored_rows: dict[int, Row] = {}
         self._gone: dict[int, int | None] = {}
@@ -63,6 +74,7 @@ class Collector:
             if now >= self._next_take:
                 self._next_take = now + TAKE_INTERVAL_S
                 rows = self.pipeline.take_rows(time.monotonic_ns())
+                rows[SAMPLES.name] = self._sampled()
             if scan:
                 self._add_ring_rows(rows)
             # Under the lock, so that a request is always among the live, the pending or the stored.
@@ -93,8 +105,20 @@ class Collector:
                     if tail.drained:
                         self.pipeline.ring_gone(tail.reader, time.monotonic_ns())
             rows = self.pipeline.take_rows(time.monotonic_ns() + SETTLE_NS, everything)
+            rows[SAMPLES.name] = self._sampled(everything)
             self._add_ring_rows(rows)
-        return self.store.put(rows)
+            return self.store.put(rows)
+
+    def look(self) -> Look:
+        """The requests that the store does not have (yet); from any thread. Holds the lock for moments."""
+        with self.lock:
+            requests = self.pipeline.joiner.live()
+        found: list[LiveRequest] = []
+        for first in range(0, len(requests), LOOK_REQUESTS):
+            with self.lock:
+                some = requests[first : first + LOOK_REQUESTS]
+                found += self.pipeline.look(some, time.monotonic_ns(), time.time_ns())
+        return Look(found, self.store.pending(REQUESTS.name))
 
     def _read(self) -> int:
         moved = 0
@@ -121,6 +145,20 @@ class Collector:
                     error,
                 )
             self.faults += 1
+
+    def processes(self) -> list[RingProcess]:
+        """Those that record now; from any thread."""
+        with self.lock:
+            return self.rings.processes()
+
+    def kv_blocks(self, at_ns: int, processes: list[RingProcess]) -> list[Sample]:
+        """A source of the sampler: KV blocks by use."""
+        with self.lock:
+            return self.pipeline.kv_blocks(at_ns)
+
+    def _sampled(self, everything: bool = False) -> list[Row]:
+        self.sampler.add(self.pipeline.take_samples())
+        return self.sampler.take_rows(everything)
 
     def _add_ring_rows(self, rows: Rows) -> None:
         """Add what changed about the rings themselves: positions, states, recorders that gave up."""
@@ -162,12 +200,20 @@ class Daemon:
 
     Raises:
         StoreError: the store can't be opened.
+        UsageError: traces are to be exported and OpenTelemetry is not installed.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self._store = Store(settings.store, settings.store_memory_mb, settings.retention_hours)
+        self._otlp = make_exporter(settings.otlp_endpoint)
+        self._aggregates = Aggregates()
+        self._store = Store(
+            settings.store, settings.store_memory_mb, settings.retention_hours, on_commit=self._stored
+        )
+        self._exposition = Exposition(self._aggregates, self._now)
         self._collector = Collector(Rings(settings.dir, self._store), self._store)
+        self._sampler = make_sampler(settings, self._collector.processes, self._collector.kv_blocks)
+        self._collector.sampler = self._sampler
         self._started = time.monotonic()
         self._stopping = threading.Event()
         self._error = ""
@@ -175,6 +221,9 @@ class Daemon:
 
     def start(self) -> None:
         self._thread.start()
+        self._sampler.start()
+        if self._otlp is not None:
+            self._otlp.start()
 
     def stop(self, deadline_s: float = 10.0) -> bool:
         """Read on to the end, write what is complete, close.
@@ -184,10 +233,20 @@ class Daemon:
         """
         end = time.monotonic() + deadline_s
         self._stopping.set()
+        self._sampler.stop()
         if self._thread.ident is not None:
             self._thread.join(deadline_s / 2)
         ended = not self._thread.is_alive()
-        return self._store.close(max(0.5, end - time.monotonic())) and ended
+        written = self._store.close(max(0.5, end - time.monotonic())) and ended
+        if self._otlp is not None:
+            self._otlp.stop(max(0.5, end - time.monotonic()))
+        return written
+
+    def _stored(self, rows: Rows, took_s: float) -> None:
+        """In the thread that stores."""
+        self._aggregates.add(rows, took_s)
+        if self._otlp is not None:
+            self._otlp.add(rows.get(REQUESTS.name, ()))
 
     def _run(self) -> None:
         pause_s = IDLE_MIN_S
@@ -231,23 +290,53 @@ class Daemon:
             ring_list = [self._ring(tail) for tail in rings.tails.values()]
             unreadable = [{"path": str(path), "reason": why} for path, why in sorted(rings.refused.items())]
             counters = collector.pipeline.counters()
+        own = (rings.problem, self._store.error, self._error)
         return {
             "version": __version__,
             "uptime_s": round(time.monotonic() - self._started, 3),
             "dir": str(rings.directory),
-            "problems": [text for text in (rings.problem, self._store.error, self._error) if text],
+            "problems": [
+                *(text for text in own if text),
+                *self._sampler.problems(),
+                *(self._otlp.problems() if self._otlp is not None else ()),
+            ],
             "rings": ring_list,
             "unreadable": unreadable,
             "store": self._store.status(),
             "pipeline": {**counters, "faults": collector.faults},
+            "samples": self._sampler.status(),
+            "otlp": None if self._otlp is None else self._otlp.status(),
         }
 
     def live(self) -> list[dict[str, Any]]:
         """Requests that are not in the store (yet), as rows of the table `requests`, oldest first."""
-        with self._collector.lock:
-            rows = self._collector.pipeline.live_rows() + self._store.pending(REQUESTS.name)
-        names = [column.name for column in REQUESTS.columns]
-        return [dict(zip(names, row, strict=True)) for row in rows]
+        look, names = self.look(), [column.name for column in REQUESTS.columns]
+        # What is pending was looked at last: one that is in both was handed over in between.
+        rows = {row[0]: row for row in (*(one.row for one in look.requests), *look.pending)}
+        return [dict(zip(names, row, strict=True)) for row in rows.values()]
+
+    def look(self) -> Look:
+        """Requests that are not in the store (yet), with what they wait for."""
+        return self._collector.look()
+
+    def watch(self, take: Callable[[Sequence[Row]], None] | None) -> None:
+        """Have requests told as they are handed to the store, in the collecting thread."""
+        self._store.on_requests = take
+
+    def samples(self) -> list[Sample]:
+        """The latest of each kind."""
+        return self._sampler.latest()
+
+    def requests_table(self, rows: list[Row]) -> pa.Table:
+        """Rows of `requests` as Arrow."""
+        return self._store.table(REQUESTS.name, rows)
+
+    def metrics(self, accept: str) -> tuple[bytes, str]:
+        """The answer to a scrape that accepts these formats, and its content type."""
+        return self._exposition.answer(accept)
+
+    def _now(self) -> Now:
+        return read_now(self._collector, self.status(), self._sampler.latest(), time.time_ns())
 
     def cursor(self) -> duckdb.DuckDBPyConnection:
         """A cursor on the store for one thread; close it. It reaches no files and no settings."""
@@ -270,6 +359,7 @@ class Daemon:
             "pid": tail.reader.pid,
             "label": about.label,
             "kvscope": about.kvscope,
+            "started_at_ns": tail.reader.wall_ns,
             "state": state,
             "state_detail": detail,
             "read": tail.read,

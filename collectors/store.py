@@ -5,6 +5,7 @@ transaction, at most ten times a second. A batch that can't be written (disk ful
 again until it can; meanwhile the queue fills, the collecting thread stops reading, and the rings buffer.
 
 A row is stored once: its id is compared with those that may come again (`expect_again`), kept in memory.
+Samples, which are many, are compared by their time instead.
 DuckDB locks the file for this process, so readers ask it for a `cursor()` or a `snapshot()`.
 """
 
@@ -19,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,8 @@ import pyarrow as pa
 
 from kvscope import __version__, schema
 from kvscope.errors import KvscopeError
-from kvscope.schema import ENGINES, REQUESTS, TABLES
+from kvscope.samples import OWN_NAMES
+from kvscope.schema import ENGINES, REQUESTS, SAMPLES, TABLES
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,8 @@ BATCH_ROWS = 16384
 """Rows of one transaction, about."""
 COMMIT_INTERVAL_S = 0.1
 RETRY_S = 1.0
+READER_CLOSE_S = 1.0
+"""How long closing waits for a reader whose query does not heed the interrupt."""
 KNOWN_IDS = 262144
 """Ids per table that are remembered after they were stored; those of `expect_again` come on top."""
 AGAIN_SLACK_NS = 600 * 10**9
@@ -62,6 +66,14 @@ _LEGS = (
     (_COLUMN["d_engine"], _COLUMN["d_request"]),
 )
 
+_AT_NS, _ENGINE, _SOURCE, _RANK, _NAME = (
+    [column.name for column in SAMPLES.columns].index(name)
+    for name in ("at_ns", "engine", "source", "rank", "name")
+)
+
+
+_UNFIT = (pa.ArrowException, OverflowError, ValueError, TypeError)
+
 
 class StoreError(KvscopeError):
     """The store can't be opened, read or written; the text names the file and says what to do."""
@@ -80,20 +92,29 @@ class Position(NamedTuple):
 class Store:
     """Writes rows of `schema.TABLES` to one DuckDB file.
 
-    `put`, `wait_for_room`, `expect_again` and `has_request` belong to one collecting thread; the rest may
-    be called from any.
+    `put`, `wait_for_room`, `expect_again`, `has_request` and `has_row` belong to one thread at a time; the
+    rest may be called from any.
 
     Args:
         path: made when missing, with its directory.
         memory_mb: for DuckDB, queries of readers included.
         retention_hours: older rows are deleted; 0 keeps all.
+        on_commit: told by the writer thread which rows are in the store now, each once, and how many seconds
+            the commit took; must not raise.
 
     Raises:
         StoreError: another process has it, it is of another version or no store, or can't be made.
     """
 
-    def __init__(self, path: Path, memory_mb: int = 512, retention_hours: float = 0.0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        memory_mb: int = 512,
+        retention_hours: float = 0.0,
+        on_commit: Callable[[Rows, float], None] | None = None,
+    ) -> None:
         self.path = path
+        self._on_commit = on_commit
         self._memory_mb = memory_mb
         self._retention_ns = int(retention_hours * 3600e9)
         self._readers: weakref.WeakSet[duckdb.DuckDBPyConnection] = weakref.WeakSet()
@@ -108,7 +129,11 @@ class Store:
         self._known_legs: dict[int, int] = {}
         """Hash of (engine, internal request id) -> when the request ended (Unix ns) if an earlier daemon
         stored it, else 0."""
+        self._sampled_until: dict[tuple[str, str, int], int] = {}
+        """(engine, source, rank) -> until when (Unix ns) earlier daemons stored its own samples."""
         self._known_limit = KNOWN_IDS
+        self.on_requests: Callable[[Sequence[Row]], None] | None = None
+        """Is told of the new requests of every `put`."""
         self._expected_since: dict[str, int] = {}
 
         self._changed = threading.Condition()
@@ -146,6 +171,8 @@ class Store:
             if fresh:
                 new[name] = fresh
                 count += len(fresh)
+        if (tell := self.on_requests) is not None and REQUESTS.name in new:
+            tell(new[REQUESTS.name])
         with self._changed:
             if new:
                 self._tickets += 1
@@ -158,6 +185,13 @@ class Store:
         """Rows of a table that were put and are not committed yet."""
         with self._changed:
             return [row for _, queued, _ in self._queue for row in queued.get(table, ())]
+
+    def table(self, name: str, rows: list[Row]) -> pa.Table:
+        """Rows of a table as Arrow, without those whose values fit no column."""
+        try:
+            return _arrow_table(self._arrow[name], rows)
+        except _UNFIT:
+            return _arrow_table(self._arrow[name], [row for row in rows if _fits(self._arrow[name], row)])
 
     def wait_for_room(self, timeout_s: float) -> bool:
         """Wait until the queue is below its limit; False when it is not in time."""
@@ -184,6 +218,10 @@ class Store:
     def has_request(self, engine: str, request: str) -> bool:
         """Whether a row with this leg (internal request id) is stored or queued, as far back as matters."""
         return hash((engine, request)) in self._known_legs
+
+    def has_row(self, row: Row) -> bool:
+        """Whether this row of `requests`, or a whole of which it is the rest, is stored or queued."""
+        return row[0] in self._known[REQUESTS.name] or self._is_rest(row)
 
     def position(self, ring: str) -> Position | None:
         """How far an earlier daemon read this ring; None when none did."""
@@ -317,13 +355,16 @@ class Store:
             )
             database.commit()
             return
-        if not {"meta", *schema.BY_NAME} <= tables:
+        known = {"meta", "requests"} <= tables  # which all versions have
+        found = dict(database.execute("SELECT key, value FROM meta").fetchall()) if known else {}
+        version = found.get("schema_version")
+        if version is None or (version == str(schema.VERSION) and not set(schema.BY_NAME) <= tables):
             raise StoreError(f"{self.path}: a DuckDB file, but no kvscope store; name another file")
-        found = dict(database.execute("SELECT key, value FROM meta").fetchall())
-        if found.get("schema_version") != str(schema.VERSION):
+        if version != str(schema.VERSION):
             raise StoreError(
-                f"{self.path}: store version {found.get('schema_version')} (made by {found.get('made_by')}), "
-                f"kvscope {__version__} writes version {schema.VERSION}; name another file"
+                f"{self.path}: store version {version} (made by {found.get('made_by')}), "
+                f"kvscope {__version__} writes version {schema.VERSION}; "
+                "move the file away, or name another file with --store"
             )
 
     def _read_positions(self) -> dict[str, Position]:
@@ -336,9 +377,7 @@ class Store:
             database, self._database = self._database, None
             # An instance lives as long as one cursor of it.
             for reader in list(self._readers):
-                with contextlib.suppress(duckdb.Error):  # closed by its reader
-                    reader.interrupt()
-                reader.close()
+                _close_reader(reader)
             self._readers.clear()
         with contextlib.suppress(duckdb.Error):
             self._writer.close()
@@ -351,6 +390,15 @@ class Store:
     def _load_known(self, cursor: duckdb.DuckDBPyConnection, engine: str, since_ns: int) -> None:
         for table in TABLES:
             if table is ENGINES:
+                continue
+            if table is SAMPLES:  # far too many to remember each
+                names = ", ".join(f"'{name}'" for name in sorted(OWN_NAMES))
+                stored = cursor.execute(
+                    "SELECT source, rank, max(at_ns) FROM samples"
+                    f" WHERE engine = ? AND at_ns >= ? AND name IN ({names}) GROUP BY ALL",
+                    [engine, since_ns],
+                ).fetchall()
+                self._sampled_until.update(((engine, s, rank), at_ns) for s, rank, at_ns in stored)
                 continue
             if table is REQUESTS:
                 stored = cursor.execute(
@@ -372,6 +420,8 @@ class Store:
             self._known_limit = max(self._known_limit, KNOWN_IDS + len(self._known[table.name]))
 
     def _unknown(self, name: str, rows: Sequence[Row]) -> list[Row]:
+        if name == SAMPLES.name:
+            return [row for row in rows if not self._is_old_sample(row)]
         known = self._known[name]
         fresh = []
         for row in rows:
@@ -380,18 +430,20 @@ class Store:
                 fresh.append(row)
         if name == REQUESTS.name:
             fresh = [row for row in fresh if not self._is_rest(row)]
+            for row in fresh:
+                self._known_legs.update(dict.fromkeys(_legs(row), 0))
             _forget_oldest(self._known_legs, 2 * self._known_limit)
         _forget_oldest(known, self._known_limit)
         return fresh
 
+    def _is_old_sample(self, row: Row) -> bool:
+        until_ns = self._sampled_until.get((row[_ENGINE], row[_SOURCE], row[_RANK]))
+        return until_ns is not None and row[_AT_NS] <= until_ns and row[_NAME] in OWN_NAMES
+
     def _is_rest(self, row: Row) -> bool:
         """Whether the row tells what is left in the rings of a request that an earlier daemon stored whole:
         its id is another when the leg that came first is overwritten by now."""
-        legs = [hash((row[e], row[r])) for e, r in _LEGS if row[e] is not None]
-        if any(row[_COLUMN["arrived_at_ns"]] < self._known_legs.get(leg, 0) for leg in legs):
-            return True
-        self._known_legs.update(dict.fromkeys(legs, 0))
-        return False
+        return any(row[_COLUMN["arrived_at_ns"]] < self._known_legs.get(leg, 0) for leg in _legs(row))
 
     # --- the writer thread ---
 
@@ -430,7 +482,12 @@ class Store:
 
     def _write(self, rows: Rows) -> bool:
         """Commit, however many tries it takes; False when closing came first."""
-        tables = {name: table for name, r in rows.items() if (table := self._to_arrow(name, r)).num_rows}
+        tables: dict[str, pa.Table] = {}
+        stored: Rows = {}
+        for name, some in rows.items():
+            table, good = self._to_arrow(name, some)
+            if good:
+                tables[name], stored[name] = table, good
         again = False
         while True:
             began = time.monotonic()
@@ -445,11 +502,14 @@ class Store:
                 self._mend()
                 again = True
                 continue
-            self._commit_s.append(time.monotonic() - began)
+            took_s = time.monotonic() - began
+            self._commit_s.append(took_s)
             self.rows_stored += sum(t.num_rows for t in tables.values())
             if self.error:
                 logger.warning("%s: writing again", self.path)
                 self.error = ""
+            if self._on_commit is not None:
+                self._on_commit(stored, took_s)
             return True
 
     def _commit(self, tables: dict[str, pa.Table], again: bool) -> None:
@@ -507,18 +567,19 @@ class Store:
         except duckdb.Error as error:
             logger.warning("old rows not deleted: %s", _explain(self.path, error))
 
-    def _to_arrow(self, name: str, rows: list[Row]) -> pa.Table:
+    def _to_arrow(self, name: str, rows: list[Row]) -> tuple[pa.Table, list[Row]]:
+        """The rows that fit the table, as Arrow and as they were."""
         if name == ENGINES.name:
             rows = list({row[0]: row for row in rows}.values())
         try:
-            return _arrow_table(self._arrow[name], rows)
-        except (pa.ArrowException, OverflowError, ValueError, TypeError):
+            return _arrow_table(self._arrow[name], rows), rows
+        except _UNFIT:
             # Rings are untrusted: one value that fits no column must not hold up the rest.
             good = [row for row in rows if _fits(self._arrow[name], row)]
             if self.rows_refused == 0:
                 logger.error("table %s: a value fits no column; such rows are counted and dropped", name)
             self.rows_refused += len(rows) - len(good)
-            return _arrow_table(self._arrow[name], good)
+            return _arrow_table(self._arrow[name], good), good
 
 
 def _arrow_table(arrow_schema: pa.Schema, rows: list[Row]) -> pa.Table:
@@ -530,9 +591,26 @@ def _arrow_table(arrow_schema: pa.Schema, rows: list[Row]) -> pa.Table:
 def _fits(arrow_schema: pa.Schema, row: Row) -> bool:
     try:
         _arrow_table(arrow_schema, [row])
-    except (pa.ArrowException, OverflowError, ValueError, TypeError):
+    except _UNFIT:
         return False
     return True
+
+
+def _close_reader(reader: duckdb.DuckDBPyConnection) -> None:
+    """Close a cursor that another thread may be using: it refuses until that is interrupted."""
+    end = time.monotonic() + READER_CLOSE_S
+    while time.monotonic() < end:
+        with contextlib.suppress(duckdb.Error):  # closed by its reader
+            reader.interrupt()
+        with contextlib.suppress(duckdb.Error):
+            reader.close()
+            return
+        time.sleep(0.002)
+
+
+def _legs(row: Row) -> list[int]:
+    """Of a row of `requests`, as they are known."""
+    return [hash((row[engine], row[request])) for engine, request in _LEGS if row[engine] is not None]
 
 
 def _forget_oldest(known: dict[int, Any], limit: int) -> None:

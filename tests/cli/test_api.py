@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pyarrow
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from kvscope import __version__, query
+from kvscope import __version__, client, query
 from kvscope.collectors import api
 from kvscope.errors import KvscopeError
+from kvscope.frame import Frame, Scope
 
 from . import rows
 from .conftest import FakeDaemon
@@ -252,3 +256,178 @@ def test_a_caller_that_leaves_in_mid_body_harms_nothing(http: httpx.Client, url:
                 b"Content-Length: 100\r\n\r\n{"
             )
     assert http.get("/healthz").is_success
+
+
+# --- live ----------------------------------------------------------------------------------------
+
+WHILE_ROWS = {"window": "1h", "at": str(rows.T0_NS + 1800 * 10**9)}
+
+
+def test_a_frame_is_what_docs_say_and_its_ids_are_texts(http: httpx.Client) -> None:
+    made = http.get("/api/v1/live", params=WHILE_ROWS).json()
+    assert set(made) == set(Frame.__struct_fields__)
+    assert (made["live"], made["whole"], made["label"]) == (False, True, "")
+    assert rows.PUSH["client_id"] in {row[1] for row in made["recent"]}
+    assert all(isinstance(row[0], str) for row in made["recent"])
+    frame = msgspec.convert(made, Frame)
+    assert frame.recent_total == len(frame.recent)
+    assert frame.answers["fleet"].dicts()[0]["level"] == "all"
+    labelled = http.get("/api/v1/live", params={**WHILE_ROWS, "label": "benchmark"}).json()
+    assert {row[10] for row in labelled["recent"]} == {"benchmark"}
+
+
+def test_requests_in_flight_are_in_frames_and_in_the_questions_once_they_have_a_first_token(
+    http: httpx.Client, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = {**rows.LIVE, "label": ""}
+    generating = {**rows.PUSH, "id": 77, "outcome": "in flight", "current_step": "decode.generate"}
+    monkeypatch.setattr(daemon, "live_rows", [waiting, generating, {**rows.PULL, "outcome": "in flight"}])
+    made = http.get("/api/v1/live", params={"label": "", "window": "77h"}).json()
+    assert {row[0]: row[5] for row in made["in_flight"]}["77"] == "decode.generate"
+    assert str(waiting["id"]) in {row[0] for row in made["in_flight"]}
+    counted = post(
+        http, {"sql": "SELECT count(*), count(*) FILTER (outcome = 'in flight') FROM requests"}
+    ).json()
+    assert counted["rows"] == [[len(rows.STORED) + 1, 1]], (
+        "not the one without a token, not the stored one twice"
+    )
+
+
+@pytest.mark.parametrize("path", ["live", "stream"])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        "window=1y",
+        "window=",
+        "window=-5m",
+        "window=31d",
+        "window=0s",
+        "window=5m&window=6m",
+        "where=nope=1",
+        "where=connector",
+        "where=" + "x" * 2000,
+        "&".join(["where=connector=push"] * 21),
+        "label=" + "x" * 300,
+        "label=a%00b",
+        "label=a&label=b",
+        "at=yesterday",
+        "at=99999999999999999999",
+        "limit=5",
+        "windows=5m",
+        "%00=1",
+        "refresh=10ms",
+        "refresh=2h",
+        "refresh=fast",
+    ],
+)
+def test_a_bad_frame_is_refused_in_one_line(http: httpx.Client, path: str, parameters: str) -> None:
+    response = http.get(f"/api/v1/{path}?{parameters}")
+    assert response.status_code == 400, response.text[:300]
+    assert is_one_line(response)
+
+
+def test_a_stream_of_the_past_is_refused_with_what_to_ask(http: httpx.Client) -> None:
+    response = http.get("/api/v1/stream?at=5m")
+    assert (response.status_code, is_one_line(response)) == (400, True)
+    assert "/api/v1/live" in response.json()["hint"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["window", "at", "where", "label", "refresh", "x", ""]), st.text(max_size=40)
+        ),
+        max_size=4,
+    )
+)
+def test_whatever_is_asked_no_trace_comes_back(
+    server: tuple[FakeDaemon, str], asked: list[tuple[str, str]]
+) -> None:
+    with httpx.Client(base_url=server[1], trust_env=False, timeout=30) as http:
+        response = http.get(
+            "/api/v1/live", params=[(n, v.encode("utf-8", "replace").decode()) for n, v in asked]
+        )
+    assert response.status_code in (200, 400)
+    if response.status_code == 400:
+        assert is_one_line(response)
+
+
+def test_a_stream_is_lines_of_json_of_which_the_first_is_whole(http: httpx.Client) -> None:
+    with http.stream(
+        "GET", "/api/v1/stream", params={"refresh": "200ms", "where": "connector=push"}
+    ) as response:
+        assert response.headers["content-type"] == "application/x-ndjson"
+        lines = response.iter_lines()
+        made = [msgspec.json.decode(next(lines), type=Frame) for _ in range(3)]
+    assert [one.whole for one in made] == [True, False, False]
+    assert made[0].where == ["connector=push"]
+    assert made[0].at_ns < made[1].at_ns < made[2].at_ns
+
+
+def serving(content: bytes, status: str = "200 OK", version: bytes = b"0.0.9") -> tuple[str, socket.socket]:
+    """A server that answers every live question like that, and says that it is of that version."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                asked = connection.recv(65536)
+                health = b"/healthz" in asked
+                body = b'{"ok": true, "kvscope": "' + version + b'"}' if health else content
+                head = f"HTTP/1.1 {'200 OK' if health else status}\r\nContent-Length: {len(body)}\r\n"
+                connection.sendall(head.encode() + b"Connection: close\r\n\r\n" + body)
+
+    threading.Thread(target=answer, daemon=True).start()
+    return f"http://127.0.0.1:{listener.getsockname()[1]}", listener
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "error", "words"),
+    [
+        (
+            b'{"error": "no such page", "hint": ""}',
+            "404 Not Found",
+            client.OtherVersion,
+            "kvscope 0.0.9 and has no",
+        ),
+        (
+            b'{"kvscope": "9", "live": 1}',
+            "200 OK",
+            client.OtherVersion,
+            "use the same version here and there",
+        ),
+        (b"[1, 2", "200 OK", client.OtherVersion, "use the same version"),
+        (b"<html>", "404 Not Found", client.NoDaemon, "is no kvscope daemon"),
+        (
+            b'{"error": "the store is closed", "hint": ""}',
+            "200 OK",
+            client.DaemonError,
+            "the store is closed",
+        ),
+        (b'{"error": "busy", "hint": "wait"}', "503 Busy", client.DaemonError, "busy; wait"),
+    ],
+    ids=["older", "newer", "no JSON", "no daemon", "a fault in the stream", "busy"],
+)
+def test_what_answers_otherwise_is_told_in_one_line(
+    content: bytes, status: str, error: type[KvscopeError], words: str
+) -> None:
+    url, listener = serving(content + b"\n", status)
+    daemon = client.Daemon(url)
+    with listener:
+        for ask in (lambda: daemon.frame(Scope()), lambda: next(daemon.stream(Scope()))):
+            with pytest.raises(error, match=words) as refused:
+                ask()
+            assert "\n" not in str(refused.value)
+    daemon.close()
+
+
+def test_a_line_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "MAX_LINE_BYTES", 1000)
+    url, listener = serving(b"x" * 5000)
+    with listener, pytest.raises(client.DaemonError, match="a frame of more than"):
+        next(client.Daemon(url).stream(Scope()))

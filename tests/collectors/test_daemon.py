@@ -21,7 +21,8 @@ from .collecting import query, until
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    daemon = Daemon(Settings(dir=tmp_path / "rings", store=tmp_path / "s.duckdb"))
+    # No samples: the machine's other engines are none of these tests' business.
+    daemon = Daemon(Settings(dir=tmp_path / "rings", store=tmp_path / "s.duckdb", sample_seconds=0))
     daemon.start()
     yield daemon
     daemon.stop()

@@ -14,7 +14,7 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from kvscope import schema
+from kvscope import __version__, schema
 from kvscope.collectors import store as store_module
 from kvscope.collectors.store import Store, StoreError
 
@@ -50,11 +50,12 @@ def test_all_tables_come_back_as_put(store: Store) -> None:
         "handshakes": [row("handshakes", id=1, ok=True)],
         "failures": [row("failures", id=1, detail="naïve \U0001f600 'quoted'")],
         "engines": [row("engines", id=1, hooks_missing=["a", "b"], fingerprint='{"vllm": "0.32"}')],
+        "samples": [row("samples", id=1, at_ns=1, engine="e", name="host.cpu", value=0.1)],
     }
     assert store.wait_committed(store.put(rows), 10)
     for name, put in rows.items():
         assert ask(store, f"FROM {name}") == put
-    assert store.status()["rows_stored"] == 6
+    assert store.status()["rows_stored"] == 7
 
 
 def test_row_put_twice_is_stored_once(store: Store) -> None:
@@ -163,9 +164,45 @@ def test_store_of_another_version_is_refused_and_both_are_named(
         patched.setattr(schema, "VERSION", 987)
         Store(path).close()
     before = path.read_bytes()
-    with pytest.raises(StoreError, match=rf"store version 987 .*writes version {schema.VERSION}; name"):
+    with pytest.raises(StoreError, match=rf"store version 987 .*writes version {schema.VERSION}; move"):
         Store(path)
     assert path.read_bytes() == before
+
+
+def test_store_of_the_first_version_is_refused_and_says_what_to_do(tmp_path: Path) -> None:
+    """It has no table `samples`, and is a store nonetheless."""
+    path = tmp_path / "s.duckdb"
+    with duckdb.connect(str(path)) as connection:
+        for table in schema.TABLES:
+            if table.name != "samples":
+                connection.execute(schema.create_sql(table))
+        connection.execute("CREATE TABLE meta (key VARCHAR, value VARCHAR)")
+        connection.execute("INSERT INTO meta VALUES ('schema_version', '1'), ('made_by', 'kvscope 0.0.9')")
+    with pytest.raises(StoreError) as refused:
+        Store(path)
+    assert str(refused.value) == (
+        f"{path}: store version 1 (made by kvscope 0.0.9), kvscope {__version__} writes version "
+        f"{schema.VERSION}; move the file away, or name another file with --store"
+    )
+
+
+def test_an_engines_samples_come_again_after_a_restart_and_others_never_do(tmp_path: Path) -> None:
+    def own(id_: int, at_ns: int, **more: object) -> store_module.Row:
+        keys = {"engine": "e", "source": "worker", "rank": 0, "name": "engine.step_ns", **more}
+        return row("samples", id=id_, at_ns=at_ns, **keys)
+
+    now = time.time_ns()
+    first = Store(tmp_path / "s.duckdb")
+    first.put({"samples": [own(1, now), own(2, now, rank=1), own(3, now, name="process.cpu")]})
+    first.put({"samples": [own(4, now + 1)]})
+    assert first.close()
+    second = Store(tmp_path / "s.duckdb")
+    second.expect_again("e", now - HOUR)
+    again = [own(1, now), own(4, now + 1), own(2, now, rank=1)]
+    new = [own(5, now + 2), own(6, now + 1, rank=1), own(7, now, name="process.cpu"), own(8, now, rank=2)]
+    second.put({"samples": again + new + [own(9, now, engine="other")]})
+    assert second.close()
+    assert query(tmp_path / "s.duckdb", "SELECT id FROM samples ORDER BY id") == [(i,) for i in range(1, 10)]
 
 
 def test_foreign_duckdb_file_is_refused(tmp_path: Path) -> None:
