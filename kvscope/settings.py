@@ -139,6 +139,7 @@ def listed() -> list[Setting]:
         "dir": "/dev/shm/kvscope-<uid>",
         "store": "$XDG_STATE_HOME/kvscope/kvscope.duckdb",
         "vllm_metrics": "found",
+        "otlp_endpoint": "none",
     }
     defaults = Settings()
     return [

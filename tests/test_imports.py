@@ -27,6 +27,11 @@ def loaded_by(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
+def test_the_help_of_top_needs_no_textual() -> None:
+    statement = "from kvscope.tui.command import main\ntry: main(['--help'])\nexcept SystemExit: pass"
+    assert loaded_by(statement).isdisjoint(HEAVY)
+
+
 @pytest.mark.parametrize(
     "module",
     ["kvscope", "kvscope.events", "kvscope.ring", "kvscope.steps", "kvscope.schema", "kvscope.join",
@@ -81,7 +86,7 @@ def lint(where: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    for folder in ("kvscope", "connectors", "collectors", "tui", "demo"):
+    for folder in ("kvscope", "connectors", "collectors", "tui", "dashboards", "demo"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=ignore)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)

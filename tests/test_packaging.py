@@ -43,7 +43,11 @@ def test_every_linked_folder_is_mapped_for_the_build() -> None:
     found = [path for path in (ROOT / "kvscope").iterdir() if path.is_symlink()]
     links = {f"kvscope.{link.name}": str(link.readlink()) for link in found}
     mapped = {name: f"../{folder}" for name, folder in PROJECT["tool"]["setuptools"]["package-dir"].items()}
-    assert links == {name: target for name, target in mapped.items() if name != "kvscope"}
+    for name, target in mapped.items():
+        outer, _, inner = name.removeprefix("kvscope.").partition(".")
+        if name != "kvscope" and inner:  # comes with the link of the folder around it
+            assert target == f"../{outer}/{inner.replace('.', '/')}"
+    assert links == {name: target for name, target in mapped.items() if name.count(".") == 1}
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -73,8 +77,12 @@ def test_the_wheel_holds_exactly_the_folders(wheel: Path) -> None:
     expected = set()
     for package in folders_with_code():
         folder = ROOT.joinpath(*package.split("."))
-        expected |= {f"{package.replace('.', '/')}/{p.name}" for p in folder.iterdir() if p.suffix == ".py"}
+        files = [path for path in folder.iterdir() if path.suffix in (".py", ".tcss")]
+        expected |= {f"{package.replace('.', '/')}/{path.name}" for path in files}
     expected |= {f"kvscope/sql/{path.name}" for path in (ROOT / "kvscope" / "sql").glob("*.sql")}
+    for folder, pattern in (("grafana", "*.json"), ("prometheus", "*.yaml")):
+        found = (ROOT / "dashboards" / folder).glob(pattern)
+        expected |= {f"kvscope/dashboards/{folder}/{path.name}" for path in found}
     assert names == expected | {"kvscope/py.typed"}
     assert f"kvscope-{__version__}-py3-none-any.whl" == wheel.name
 

@@ -63,6 +63,10 @@ def test_file_in_the_config_directory_is_read_where_there_is_one(
             "window = '5 parsecs'",
             "window: '5 parsecs' does not fit: '5 parsecs' is no duration; write it like",
         ),
+        (
+            "otlp_endpoint = 'tempo:4318'",
+            "otlp_endpoint: 'tempo:4318' does not fit: expected a url such as http://tempo:4318",
+        ),
         ("window = '90d'", "window: '90d' does not fit: expected a duration from 1s to 30d"),
         ("refresh = '1ms'", "refresh: '1ms' does not fit: expected a duration from 100ms to 1h"),
         ("refresh = 1", "refresh: 1 does not fit: expected str, got int"),
