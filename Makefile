@@ -20,8 +20,8 @@ ARGS ?=
 
 help:  ## This list
 	@echo "kvscope: make TARGET"; echo
-	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | \
-		awk -F '\t' '{ printf "  %-10s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | \
+		awk -F '\t' '{ printf "  %-17s %s\n", $$1, $$2 }'
 	@echo; echo "The first of them makes $(VENV) with real engines: 4 GB, a few minutes, once."
 
 demo: $(STAMP)  ## A prefill and a decode engine, a router, a load, and `kvscope top` on it (ARGS="--mode pull")
@@ -57,6 +57,9 @@ dashboards: $(STAMP)  ## Write dashboards, rules and the runbook anew from the c
 
 pictures: $(STAMP)  ## Take docs/pictures/*.svg anew, from real engines: five minutes
 	@$(BIN)/python docs/pictures.py $(ARGS)
+
+pictures-grafana: $(STAMP)  ## Take docs/pictures/grafana-*.png anew: ten minutes (needs chromium, npm; ARGS="--simulated")
+	@$(BIN)/python docs/grafana_pictures.py $(ARGS)
 
 format: $(STAMP)  ## Sort imports, mend what the linter can mend, lay out the code
 	@$(BIN)/ruff check --fix .

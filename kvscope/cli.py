@@ -60,7 +60,7 @@ COMMANDS = {
 _EXTRAS = {
     **dict.fromkeys(("duckdb", "pyarrow", "starlette", "uvicorn", "httpx", "anyio", "tomli"), "collector"),
     **dict.fromkeys(("textual", "rich"), "tui"),
-    **dict.fromkeys(("grafana_client", "niquests", "yaml"), "grafana"),
+    "yaml": "grafana",
     **dict.fromkeys(("torch", "vllm", "nixl", "nixl_cu12", "transformers", "tokenizers"), "engines"),
 }
 """Module to the extra that brings it."""
