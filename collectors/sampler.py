@@ -23,7 +23,7 @@ from kvscope.collectors.rings import RingProcess
 from kvscope.collectors.store import Row
 from kvscope.collectors.unrecorded import Finder
 from kvscope.collectors.vllm_metrics import VllmMetrics
-from kvscope.samples import Sample
+from kvscope.samples import FRESH_NS, Sample
 from kvscope.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,8 @@ Source = Callable[[int, list[RingProcess]], Iterable[Sample]]
 
 DEFAULT_S = 5.0
 FIRST_PAUSES_S = (0.5, 1.0)
-KEPT_NS = 60 * 10**9
-"""A sample older than this says nothing about now."""
+OVERDUE_S = 30.0
+"""A source that takes longer hangs: asking vLLM's metrics ends after seconds."""
 MAX_LATEST = 65536
 MAX_WAITING = 65536
 """Rows that wait for the collecting thread: 20 rounds of 64 engines."""
@@ -120,6 +120,8 @@ class Sampler:
         self._counts = {"rounds": 0, "samples": 0, "dropped": 0}
         self._faults = dict.fromkeys(self._sources, 0)
         self._round_s = 0.0
+        self._asking: tuple[str, float] | None = None
+        """The source that is read now, and since when (s)."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvscope-sample", daemon=True)
 
@@ -137,6 +139,7 @@ class Sampler:
         began = time.monotonic()
         processes = self._processes()
         for name, source in self._sources.items():
+            self._asking = name, time.monotonic()
             try:
                 found = list(source(time.time_ns(), processes))
             except Exception as error:
@@ -151,6 +154,7 @@ class Sampler:
                 self._faults[name] += 1
                 continue
             self._take(found)
+        self._asking = None
         self._counts["rounds"] += 1
         self._round_s = time.monotonic() - began
 
@@ -175,15 +179,22 @@ class Sampler:
 
     def latest(self) -> list[Sample]:
         """The latest sample of each name and label, none older than a minute (or two intervals)."""
-        oldest_ns = time.time_ns() - max(KEPT_NS, int(2e9 * self._interval_s))
+        oldest_ns = time.time_ns() - max(FRESH_NS, int(2e9 * self._interval_s))
         with self._lock:
             for key in [key for key, sample in self._latest.items() if sample.at_ns < oldest_ns]:
                 del self._latest[key]
             return list(self._latest.values())
 
     def problems(self) -> list[str]:
-        """What the sources found that an operator should mend, one line each."""
-        return [line for problems in self._problems for line in problems()]
+        """What an operator should mend, as found by the sources, or that one of them hangs; one line each."""
+        found = [line for problems in self._problems for line in problems()]
+        asking = self._asking
+        if asking is not None and (seconds := time.monotonic() - asking[1]) > OVERDUE_S:
+            found.append(
+                f"SAMPLES ARE OLD: reading {asking[0]} hangs since {seconds:.0f} s; look for a file system "
+                "of this host that does not answer, and restart the daemon"
+            )
+        return found
 
     def status(self) -> dict[str, Any]:
         with self._lock:

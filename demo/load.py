@@ -219,26 +219,44 @@ async def run_conversation(
     return results
 
 
+@dataclass
+class Failed:
+    """Requests of a load that goes on, or whole conversations, that did not succeed."""
+
+    count: int = 0
+
+
 @contextlib.contextmanager
-def sending(url: str, conversations: bool, seed: int = 0) -> Iterator[None]:
+def sending(url: str, conversations: bool, seed: int = 0) -> Iterator[Failed]:
     """Send a gentle load through the router at `url`, in a thread, until the end.
 
-    Single requests, or `conversations` of some turns. One that fails is let go; the next one comes.
+    Single requests, or `conversations` of some turns. One that fails is counted; the next one comes.
     """
+    failed = Failed()
     begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = Future()
 
     async def send_on() -> None:
-        users = [_user(url, conversations, random.Random(f"{seed}/{number}")) for number in range(USERS)]
+        users = [
+            _user(url, conversations, random.Random(f"{seed}/{number}"), failed) for number in range(USERS)
+        ]
         task = asyncio.create_task(_together(users))
         begun.set_result((asyncio.get_running_loop(), task))
         with contextlib.suppress(asyncio.CancelledError):
             await task
 
-    thread = threading.Thread(target=asyncio.run, args=(send_on(),), name="load", daemon=True)
+    def run() -> None:
+        try:
+            asyncio.run(send_on())
+        except Exception as error:
+            if begun.done():
+                raise
+            begun.set_exception(error)
+
+    thread = threading.Thread(target=run, name="load", daemon=True)
     thread.start()
     loop, task = begun.result()
     try:
-        yield
+        yield failed
     finally:
         with contextlib.suppress(RuntimeError):  # it has ended by itself
             loop.call_soon_threadsafe(task.cancel)
@@ -249,15 +267,18 @@ async def _together(users: Sequence[Awaitable[None]]) -> None:
     await asyncio.gather(*users)
 
 
-async def _user(url: str, conversations: bool, rng: random.Random) -> None:
+async def _user(url: str, conversations: bool, rng: random.Random, failed: Failed) -> None:
     async with _client(120) as client:
         while True:
             await asyncio.sleep(rng.uniform(*THINKING_S))
             tokens, output_tokens = rng.choice(PROMPT_TOKENS), rng.randint(*OUTPUT_TOKENS)
-            with contextlib.suppress(httpx.HTTPError, ValueError):
+            try:
                 if conversations:
                     turns, seed = rng.randint(2, 5), rng.getrandbits(32)
                     first = min(tokens, 700)
-                    await run_conversation(url, turns, first, 60, output_tokens, seed, pause_s=4)
+                    sent = await run_conversation(url, turns, first, 60, output_tokens, seed, pause_s=4)
+                    failed.count += not sent[-1].ok
                 else:
-                    await send(client, url, make_prompt(tokens, rng), output_tokens)
+                    failed.count += not (await send(client, url, make_prompt(tokens, rng), output_tokens)).ok
+            except Exception:  # whatever the router answers: the load goes on, and the screen stays clean
+                failed.count += 1

@@ -165,8 +165,10 @@ def _real_top(arguments: argparse.Namespace, folder: Path, say: Say) -> int:
     with _engines(arguments, folder, say) as (daemon_url, router_url):
         from kvscope.demo.load import sending
 
-        with sending(router_url, conversations=arguments.mode == "bidirectional"):
+        with sending(router_url, conversations=arguments.mode == "bidirectional") as failed:
             code = _top(daemon_url)
+        if failed.count:
+            say(f"{failed.count} requests of the load failed")
         say("Ending the engines ...")
     return code
 

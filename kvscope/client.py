@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from kvscope import __version__, frame, lookup, query
+from kvscope import __version__, frame, lookup, query, storefile
 from kvscope.errors import KvscopeError, UsageError
 from kvscope.frame import Frame, Scope
 from kvscope.text import printable
@@ -68,7 +68,7 @@ class Daemon:
         # No proxy from the environment: the daemon is on loopback or in the cluster.
         self._client = httpx.Client(timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_S), trust_env=False)
         self._streams_lock = threading.Lock()
-        self._streams: set[_Connection] = set()
+        self._streams: set[Connection] = set()
         self._closed = False
 
     def requests(self, listing: lookup.Listing) -> list[dict[str, Any]]:
@@ -112,7 +112,7 @@ class Daemon:
 
         parameters = {**_scope_parameters(scope), "refresh": f"{round(refresh_s * 1e3)}ms"}
         timeout = httpx.Timeout(SILENCE_S + 5 * refresh_s, connect=CONNECT_S)
-        connection = _Connection()
+        connection = Connection()
         with self._streams_lock:
             if self._closed:
                 return
@@ -145,9 +145,14 @@ class Daemon:
         """End streams, whichever thread reads them, and all else."""
         with self._streams_lock:
             self._closed = True
+        self.end_streams()
+        self._client.close()
+
+    def end_streams(self) -> None:
+        """End the streams that there are, whichever thread reads them; others may be begun."""
+        with self._streams_lock:
             for connection in self._streams:
                 connection.end()
-        self._client.close()
 
     def _frame(self, status: int, content: bytes) -> Frame:
         """A frame of the daemon, or its complaint."""
@@ -218,22 +223,22 @@ def _complaint(status: int, answer: dict[str, Any]) -> KvscopeError:
     return kinds.get(status, DaemonError)(line or f"the daemon answered {status}")
 
 
-class _Connection:
-    """The connection of a stream: another thread may end it."""
+class Connection:
+    """The connection of a question: another thread may end it. Give `trace` to httpx."""
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
-        self._ended = False
+        self.ended = False
 
     def trace(self, event: str, info: dict[str, Any]) -> None:
         """httpx tells what it does."""
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             self._socket = info["return_value"].get_extra_info("socket")
-            if self._ended:
+            if self.ended:
                 self.end()
 
     def end(self) -> None:
-        self._ended = True
+        self.ended = True
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)  # unlike close, it wakes whoever reads
@@ -271,7 +276,7 @@ class StoreFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._connection = query.open_file(path)
+        self._connection = storefile.open_file(path)
 
     def requests(self, listing: lookup.Listing) -> list[dict[str, Any]]:
         return lookup.list_requests(self._connection.cursor(), [], listing)

@@ -17,8 +17,7 @@ from kvscope import __version__, query, steps
 from kvscope.errors import UsageError
 from kvscope.filters import Filter, checked_text, parse_filters
 from kvscope.health import engine_problems
-from kvscope.join import LOST_QUIET_NS, QUIET_NS
-from kvscope.samples import Sample
+from kvscope.samples import FRESH_NS, Sample
 from kvscope.selection import Selection, make_views, moment_ns, requests_sql
 from kvscope.storefile import relation
 from kvscope.text import duration_ns
@@ -36,8 +35,8 @@ MAX_LABELS = 100
 MAX_SAMPLES = 100_000
 MAX_LIFE_NS = 86400 * 10**9
 """How far back a request is looked for that was in flight at a moment in the past."""
-SAMPLE_AGE_NS = 60 * 10**9
-"""A sample that is older says nothing about a moment."""
+SAMPLES_NS = 600 * 10**9
+"""How far back samples are looked for; by the time between two of a kind their interval is known."""
 IN_FLIGHT = "in flight"
 
 QUESTIONS = ("fleet", "fleet_bands", "fleet_steps", "fleet_trend")
@@ -105,13 +104,6 @@ class RequestRow(msgspec.Struct, array_like=True, frozen=True):
     read_after_expiry: bool
     joined_by: str
     clock_error_ns: int
-
-    @property
-    def tpot_ns(self) -> float | None:
-        """Time per output token after the first; None where it is not over or there was one only."""
-        if self.generate_ns is None or not self.output_tokens or self.output_tokens < 2:
-            return None
-        return self.generate_ns / (self.output_tokens - 1)
 
 
 class Engine(msgspec.Struct, kw_only=True):
@@ -232,10 +224,10 @@ def build(
         with query.reading(cursor, limits.seconds, window, live):
             labels = _labels(cursor)
             label = _label(scope.label, filters, labels)
-            selection = window._replace(label=label, filters=filters)
+            as_of_ns = at_ns if scope.at else None
+            selection = window._replace(label=label, filters=filters, as_of_ns=as_of_ns)
             make_views(cursor, selection, live)
-            over = "outcome IS DISTINCT FROM 'in flight'" + (f" AND {_END} <= {at_ns}" if scope.at else "")
-            rows, total = _recent(cursor, over) if recent else ([], _count(cursor, over))
+            rows, total = _recent(cursor) if recent else ([], _count(cursor))
             frame = Frame(
                 kvscope=__version__,
                 live=not scope.at,
@@ -253,7 +245,8 @@ def build(
                 frame.in_flight = _in_flight(cursor, selection, at_ns, live)
                 frame.engines = _engines(cursor, window)
                 frame.samples = _samples(cursor, at_ns)
-                frame.problems = list(engine_problems(frame.engines))
+                # Their state and losses are stored once, as of the end, not of that moment.
+                frame.problems = [f"{one} (as last seen)" for one in engine_problems(frame.engines)]
     return frame
 
 
@@ -331,7 +324,7 @@ def as_of(row: Mapping[str, Any], at_ns: int) -> RequestRow:
     for entry in row["waterfall"] or ():
         if not entry["critical"] or entry["from_ns"] > spent_ns:
             continue
-        step = steps.STEPS[entry["step"]]
+        step = steps.find(entry["step"])
         end_ns = entry["from_ns"] + entry["ns"]
         known[step.column] = known.get(step.column, 0) + min(end_ns, spent_ns) - entry["from_ns"]
         if end_ns > spent_ns:
@@ -347,11 +340,6 @@ def as_of(row: Mapping[str, Any], at_ns: int) -> RequestRow:
 
 _CLASS_COLUMNS = [f"{class_}_ns" for class_ in steps.CLASSES]
 _SPENT = " + ".join(f"coalesce({name}, 0)" for name in _CLASS_COLUMNS)
-_END = (
-    f"(arrived_at_ns + coalesce(ttft_ns, {_SPENT}) + coalesce(decode_generate_ns, 0)"
-    f" + CASE outcome WHEN 'incomplete' THEN {QUIET_NS} WHEN 'lost' THEN {LOST_QUIET_NS} ELSE 0 END)"
-)
-"""When a row of `waits` was over. Where no end was observed: when a daemon had waited for one in vain."""
 _ROW = (
     "id::VARCHAR, coalesce(client_id, ''), coalesce(arrived_at_ns, 0), "
     "outcome IS NOT DISTINCT FROM 'in flight', coalesce(outcome, ''), current_step, "
@@ -393,18 +381,21 @@ def _answers(
     return found
 
 
-def _recent(cursor: duckdb.DuckDBPyConnection, over: str) -> tuple[list[RequestRow], int]:
+_OVER = "outcome IS DISTINCT FROM 'in flight'"
+
+
+def _recent(cursor: duckdb.DuckDBPyConnection) -> tuple[list[RequestRow], int]:
     rows = cursor.execute(
-        f"SELECT {_ROW} FROM waits WHERE {over} ORDER BY arrived_at_ns DESC, id LIMIT {MAX_RECENT}"
+        f"SELECT {_ROW} FROM waits WHERE {_OVER} ORDER BY arrived_at_ns DESC, id LIMIT {MAX_RECENT}"
     ).fetchall()
     recent = [RequestRow(*row) for row in rows]
     if len(recent) < MAX_RECENT:
         return recent, len(recent)
-    return recent, _count(cursor, over)
+    return recent, _count(cursor)
 
 
-def _count(cursor: duckdb.DuckDBPyConnection, over: str) -> int:
-    ((total,),) = cursor.execute(f"SELECT count(*) FROM waits WHERE {over}").fetchall()
+def _count(cursor: duckdb.DuckDBPyConnection) -> int:
+    ((total,),) = cursor.execute(f"SELECT count(*) FROM waits WHERE {_OVER}").fetchall()
     return int(total)
 
 
@@ -414,9 +405,12 @@ def _in_flight(
     """Requests that were not over at that moment, also those that arrived before the window; the oldest
     first."""
     ever = selection._replace(since_ns=max(0, at_ns - MAX_LIFE_NS), until_ns=at_ns + 1)
-    ever_sql = waits_sql(f"({requests_sql(cursor, ever, live, first_token=False)})")
+    then_sql = requests_sql(cursor, ever, live, first_token=False)
+    ended = ever._replace(as_of_ns=None, filters=())
+    ended_sql = waits_sql(f"({requests_sql(cursor, ended, live, first_token=False)})")
     cursor.execute(
-        f"SELECT * FROM ({ever_sql}) WHERE outcome IS NOT DISTINCT FROM 'in flight' OR {_END} > {at_ns} "
+        f"SELECT * FROM ({ended_sql}) AS ended "
+        f"SEMI JOIN (SELECT id FROM ({then_sql}) WHERE outcome = '{IN_FLIGHT}') AS open USING (id) "
         f"ORDER BY arrived_at_ns, id LIMIT {MAX_RECENT}"
     )
     names = [column[0] for column in cursor.description or []]
@@ -460,13 +454,16 @@ def _fingerprint(text: str | None) -> dict[str, Any]:
 
 
 def _samples(cursor: duckdb.DuckDBPyConnection, at_ns: int) -> list[Sample]:
-    """The latest of each kind, none older than a minute."""
+    """The latest of each kind, none older than a minute (or two intervals)."""
     rows = cursor.execute(
-        "SELECT max(at_ns), coalesce(host, ''), coalesce(engine, ''), coalesce(source, ''), "
+        "SELECT max(at_ns) AS last_ns, coalesce(host, ''), coalesce(engine, ''), coalesce(source, ''), "
         "coalesce(rank, 0), name, coalesce(label, ''), arg_max(value, at_ns) "
-        f"FROM {relation(cursor, 'samples', at_ns - SAMPLE_AGE_NS, at_ns + 1)} "
-        f"WHERE at_ns > {at_ns - SAMPLE_AGE_NS} AND at_ns <= {at_ns} "
+        f"FROM {relation(cursor, 'samples', at_ns - SAMPLES_NS, at_ns + 1)} "
+        f"WHERE at_ns > {at_ns - SAMPLES_NS} AND at_ns <= {at_ns} "
         "AND name IS NOT NULL AND value IS NOT NULL "
-        f"GROUP BY ALL ORDER BY ALL LIMIT {MAX_SAMPLES}"
+        "GROUP BY ALL "
+        # The latest two: [last, the one before], which may not be there.
+        f"HAVING {at_ns} - last_ns < greatest({FRESH_NS}, 2 * (last_ns - max(at_ns, 2)[2])) "
+        f"ORDER BY ALL LIMIT {MAX_SAMPLES}"
     ).fetchall()
     return [Sample(*row) for row in rows]

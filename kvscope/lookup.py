@@ -158,7 +158,8 @@ _INTERVAL = ("step", "from_ns", "ns", "critical", "observed", "error_ns")
 def _interval(entry: Mapping[str, Any] | Sequence[Any]) -> Row:
     """An interval by names: a struct from the store, or a tuple on its way there."""
     fields = entry if isinstance(entry, Mapping) else dict(zip(_INTERVAL, entry, strict=True))
-    step, observed = steps.STEPS[fields["step"]], steps.OBSERVED[fields["observed"]]
+    step = steps.find(fields["step"])
+    observed = steps.find_observed(fields["observed"])
     return {**fields, "step": step.name, "class": step.class_, "observed": observed}
 
 

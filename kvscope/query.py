@@ -15,7 +15,7 @@ had their first token; their outcome is "in flight".
 What makes SQL from a user safe here: exactly one statement of type SELECT or EXPLAIN, in a transaction
 opened READ ONLY (the type alone does not stop a write inside a CTE or an EXPLAIN ANALYZE), on a cursor
 of its own with a timer that interrupts it; and, on connections that kvscope opens, no access to files
-and a locked configuration (`lock`).
+and a locked configuration (`storefile.lock`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvscope.errors import KvscopeError, UsageError
 from kvscope.filters import checked_text, parse_filters
 from kvscope.selection import TIMES, Selection, make_views, moment_ns
-from kvscope.storefile import lock as lock
 from kvscope.storefile import one_line
-from kvscope.storefile import open_file as open_file
 from kvscope.text import printable, span
 from kvscope.views import VIEWS
 

@@ -13,6 +13,9 @@ import msgspec
 
 RING, KVSCOPE, VLLM, HOST = "ring", "kvscope", "vllm", "host"
 
+FRESH_NS = 60 * 10**9
+"""A sample that is older than this, and than two intervals, says nothing about a moment."""
+
 
 class Kind(NamedTuple):
     """One kind of sample."""

@@ -12,9 +12,10 @@ import time
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvscope import schema, storefile
+from kvscope import schema, steps, storefile
 from kvscope.errors import UsageError
 from kvscope.filters import Filter, literal
+from kvscope.join import LONG_QUIET_NS, LOST_QUIET_NS, QUIET_NS
 from kvscope.text import duration_ns, printable
 from kvscope.views import VIEWS, waits_sql
 
@@ -40,6 +41,8 @@ class Selection(NamedTuple):
     label: str | None = None
     """Kind of traffic, `''` for production; None for all."""
     filters: tuple[Filter, ...] = ()
+    as_of_ns: int | None = None
+    """Unix time: requests as they were then, without what came later; None as they ended."""
 
 
 def moment_ns(value: str | int | None, now_ns: int | None = None, name: str = "since") -> int | None:
@@ -119,30 +122,57 @@ def requests_sql(
         first_token: leave out those in flight that have had no first token.
     """
     name, at = schema.REQUESTS.name, TIMES[schema.REQUESTS.name]
-    table = storefile.relation(cursor, name, selection.since_ns, selection.until_ns)
+    table = _as_of(storefile.relation(cursor, name, selection.since_ns, selection.until_ns), selection)
     names = [column.name for column in schema.REQUESTS.columns]
     conditions = _time_conditions(name, selection)
     if selection.label is not None:
         conditions.append(f"coalesce(label, '') = {literal(selection.label)}")
     stored = {column.name for column in schema.REQUESTS.columns}
     conditions += [one.sql() for one in selection.filters if one.column in stored]
+    if first_token:
+        conditions.append("(ttft_ns IS NOT NULL OR outcome IS DISTINCT FROM 'in flight')")
     sql = f"SELECT * FROM {table}{_where(conditions)}"
     if live is not None and live.num_rows:
         # The bound lets the store skip all but the youngest rows.
         least_ns = min((at_ns for at_ns in live.column(at).to_pylist() if at_ns is not None), default=0)
         columns = ", ".join(f'CAST("{c.name}" AS {c.type}) AS "{c.name}"' for c in schema.REQUESTS.columns)
-        seen = ["(ttft_ns IS NOT NULL OR outcome IS DISTINCT FROM 'in flight')"] if first_token else []
         sql += (
-            f" UNION ALL SELECT {columns} FROM {LIVE} ANTI JOIN "
+            f" UNION ALL SELECT {columns} FROM {_as_of(LIVE, selection)} ANTI JOIN "
             f"(SELECT id FROM {storefile.relation(cursor, name)} WHERE {at} >= {least_ns - LATE_NS}) "
             "AS stored USING (id)"
-            f"{_where(conditions + seen)}"
+            f"{_where(conditions)}"
         )
     derived = [one.sql() for one in selection.filters if one.column not in stored]
     if derived:
         listed = ", ".join(f'"{name}"' for name in names)
         sql = f"SELECT {listed} FROM ({waits_sql(f'({sql})')}){_where(derived)}"
     return sql
+
+
+_SPENT = " + ".join(f"coalesce({step.column}, 0)" for step in steps.STEPS if step.in_ttft)
+_IN_NO_ENGINE = "('prefill.frontend', 'registration.route', 'unknown')"
+"""Steps in which no engine is known to work on a request, or to have it in its queue."""
+END_NS = (
+    f"(arrived_at_ns + coalesce(ttft_ns, {_SPENT}) + coalesce(decode_generate_ns, 0) + CASE outcome "
+    f"WHEN 'incomplete' THEN if(current_step IN {_IN_NO_ENGINE}, {QUIET_NS}, {LONG_QUIET_NS}) "
+    f"WHEN 'lost' THEN {LOST_QUIET_NS} ELSE 0 END)"
+)
+"""When a request was over, as SQL. Where no end was observed: when a daemon had waited for one in vain."""
+
+
+def _as_of(source: str, selection: Selection) -> str:
+    """For a FROM: `source` as of the selection's moment. Steps that were still to come stay in the columns of
+    requests without a first token, which no figure is of."""
+    at_ns = selection.as_of_ns
+    if at_ns is None:
+        return source
+    over = f"outcome IS DISTINCT FROM 'in flight' AND {END_NS} <= {at_ns}"
+    return (
+        f"(SELECT * REPLACE (CASE WHEN {over} THEN outcome ELSE 'in flight' END AS outcome, "
+        f"CASE WHEN arrived_at_ns + ttft_ns <= {at_ns} THEN ttft_ns END AS ttft_ns, "
+        f"CASE WHEN {over} THEN output_tokens END AS output_tokens, "
+        f"CASE WHEN {over} THEN decode_generate_ns END AS decode_generate_ns) FROM {source})"
+    )
 
 
 def _time_conditions(table: str, selection: Selection) -> list[str]:

@@ -104,3 +104,17 @@ TELEMETRY = "telemetry"
 ESTIMATED = "estimated"
 NOT_OBSERVED = "not observed"
 OBSERVED = (HOOK, POLL, TELEMETRY, ESTIMATED, NOT_OBSERVED)
+
+
+def find(step: object) -> Step:
+    """A step by code or name; `unknown` for one that this version does not have."""
+    if isinstance(step, int):
+        return STEPS[step] if 0 <= step < len(STEPS) else BY_NAME["unknown"]
+    return BY_NAME.get(str(step), BY_NAME["unknown"])
+
+
+def find_observed(observed: object) -> str:
+    """A way of observation by code or name; `not observed` for one that this version does not have."""
+    if isinstance(observed, int):
+        return OBSERVED[observed] if 0 <= observed < len(OBSERVED) else NOT_OBSERVED
+    return str(observed) if observed in OBSERVED else NOT_OBSERVED

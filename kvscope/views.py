@@ -1,8 +1,4 @@
-"""Views that every reading connection gets, made from `steps.STEPS`:
-
-* `waits`: `requests` and, per request, the nanoseconds of TTFT by class, and its longest step;
-* `request_steps`: one row per request and step on the critical path.
-"""
+"""Views that every reading connection gets, made from `steps.STEPS`; `query` says what is in them."""
 
 from __future__ import annotations
 

@@ -203,13 +203,12 @@ def _sum_verdict(covered: int, ttft: int | None) -> Span:
 
 def _interval(entry: Row) -> Interval:
     """An entry of the waterfall, whether steps came by code (store) or by name (API)."""
-    step, observed = entry["step"], entry["observed"]
     return Interval(
-        steps.STEPS[step] if isinstance(step, int) else steps.BY_NAME[step],
+        steps.find(entry["step"]),
         entry["from_ns"],
         entry["ns"],
         entry["critical"],
-        steps.OBSERVED[observed] if isinstance(observed, int) else observed,
+        steps.find_observed(entry["observed"]),
         entry["error_ns"],
     )
 
@@ -218,7 +217,7 @@ def _open_interval(request: Row, found: Sequence[Interval], as_of_ns: int | None
     """The step that a request in flight is in, up to now."""
     if not request.get("in_flight") or as_of_ns is None or request.get("arrived_at_ns") is None:
         return None
-    step = steps.BY_NAME.get(str(request.get("current_step") or ""), steps.BY_NAME["unknown"])
+    step = steps.find(request.get("current_step"))
     known_ns = max((i.end_ns for i in found if i.critical), default=0)
     age_ns = as_of_ns - request["arrived_at_ns"] - known_ns
     return Interval(step, known_ns, max(0, age_ns), True, steps.HOOK, open=True)

@@ -21,7 +21,8 @@
 -- column p50_tpot_ms: Median time per output token after the first, ms
 -- column p90_tpot_ms: 90th percentile of the time per output token after the first, ms
 -- column requests_per_s: Such requests per second, from since to until; without since, from first to last arrival
--- column output_tokens_per_s: Output tokens of requests that are over, per second of the same time
+-- column output_tokens_per_s: Output tokens of requests that arrived in the same time and are over, per second of
+--   it: less than the fleet generates, where answers are long against the window
 -- column not_joined: Requests of which one leg never found its partner
 -- column peer_not_instrumented: Requests of which one leg was on an engine that does not record
 -- column recomputed: Requests for which D computed prompt tokens that P had

@@ -20,7 +20,7 @@ SELECT
     p_engine,
     d_engine,
     count(*) AS requests,
-    count(*) FILTER (outcome IS NULL OR outcome NOT IN ('finished', 'in flight')) AS not_finished,
+    count(*) FILTER (outcome IN ('lost', 'error', 'aborted', 'incomplete')) AS not_finished,
     round(quantile_cont(ttft_ns, 0.5) / 1e6, 3) AS p50_ttft_ms,
     round(quantile_cont(ttft_ns, 0.99) / 1e6, 3) AS p99_ttft_ms,
     round(quantile_cont(coordination_ns, 0.5) / 1e6, 3) AS p50_coordination_ms,

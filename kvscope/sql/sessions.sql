@@ -16,17 +16,20 @@
 -- column reuse_pulled_tokens: Tokens that P read back, over all turns
 -- column recomputed_tokens: Prompt tokens that D computed although P had, over all turns
 -- column outcomes: What became of the KV that was offered, such as "pulled 3, expired 1"; empty where none was
--- column p50_pause_ms: Median time from the end of a turn to the arrival of the next, ms
+-- column p50_pause_ms: Median time from the end of a turn to the arrival of the next, of turns that were both
+--   seen, ms
 -- column max_pause_ms: Longest such time, ms
 -- column ttl_ms: Median time from the beginning of D's leases to their last deadline, ms; NULL when not known
 -- column p50_ttft_ms: Median TTFT, ms
 WITH turns AS (
     SELECT
         *,
-        lead(arrived_at_ns) OVER (PARTITION BY session ORDER BY arrived_at_ns, id)
-        - (arrived_at_ns + ttft_ns + decode_generate_ns) AS pause_ns
+        CASE WHEN lead(turn) OVER in_order = turn + 1 THEN
+            lead(arrived_at_ns) OVER in_order - (arrived_at_ns + ttft_ns + decode_generate_ns)
+        END AS pause_ns
     FROM requests
     WHERE session IS NOT NULL
+    WINDOW in_order AS (PARTITION BY session ORDER BY arrived_at_ns, id)
 ), outcomes AS (
     SELECT session, string_agg(reuse_outcome || ' ' || n, ', ' ORDER BY n DESC, reuse_outcome) AS outcomes
     FROM (SELECT session, reuse_outcome, count(*) AS n FROM turns WHERE reuse_outcome IS NOT NULL GROUP BY ALL)

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pytest
 import uvicorn
 
-from kvscope import query, schema
+from kvscope import query, schema, storefile
 from kvscope.collectors.api import create_app
 from kvscope.collectors.channel import Look
 from kvscope.collectors.pipeline import LiveRequest
@@ -33,7 +33,7 @@ class FakeDaemon:
     def __init__(self) -> None:
         self.connection = duckdb.connect(config={"memory_limit": "1GB"})
         rows.fill(self.connection)
-        query.lock(self.connection)
+        storefile.lock(self.connection)
         self.live_rows = [rows.LIVE]
         self.status_answer: dict[str, Any] = status()
         self.snapshots: list[Path] = []

@@ -163,7 +163,13 @@ def test_another_server_is_not_taken_for_a_daemon(run: Run) -> None:
         (["query", "SELECT 1 --" + "x" * 65536], 2, "64 KiB"),
         (["query", "ttft", "--limit", "5"], 2, "takes no parameter"),
         (["query", "ttft", "--db", "absent.duckdb"], 1, "no such file"),
-        (["query", "ttft", "--db", "/"], 1, "no such file"),
+        (["query", "ttft", "--db", "/"], 1, "no kvscope Parquet directory"),
+        (["query", "ttft", "--until", "yesterday"], 2, "until: 'yesterday' is no duration before now"),
+        (["query", "ttft", "--since", "5m", "--until", "10m"], 2, "since is not before until"),
+        (["query", "ttft", "--where", "nope=1"], 2, "no column 'nope'"),
+        (["query", "leases", "--where", "connector=push"], 2, "takes no parameter 'where'"),
+        (["query", "engines", "--since", "5m"], 2, "takes no parameter 'since' (it takes: none)"),
+        (["query", "SELECT 1", "--label", ""], 2, "does not read requests"),
         (["snapshot", "copy.db"], 2, "ends in .duckdb"),
         (["requests", "--config", "/absent.toml", "--url", ""], 2, "no such settings file"),
     ],
@@ -269,6 +275,20 @@ def test_query_in_each_format(run: Run, source: list[str]) -> None:
     assert answer["rows"] == [[7]]
     assert "╭─" in run("query", "EXPLAIN SELECT 1", *source).stdout
     assert "─" in run("query", "DESCRIBE waits", *source).stdout
+
+
+def test_query_selects_by_time_label_and_filters(run: Run, source: list[str]) -> None:
+    def ids(*arguments: str) -> list[str]:
+        answer = json.loads(run("query", "slowest", "--json", *arguments, *source).stdout)
+        return [row[0] for row in answer["rows"]]
+
+    push, late, pull = (str(row["id"]) for row in (rows.PUSH, rows.PUSH_LATE, rows.PULL))
+    assert ids("--where", "connector=push") == [push, late]
+    assert ids("--where", "connector=push", "--where", "ttft_ns>200ms") == [push]
+    assert ids("--since", "2026-11-29T15:54:11Z", "--until", "2026-11-29 15:54:12.5") == [late, pull]
+    assert ids("--label", "benchmark") == [pull]
+    own = run("query", "SELECT count(*) AS n FROM waits", "--where", "connector=push", *source)
+    assert own.stdout.split()[-1] == "3"
 
 
 def test_query_lists_and_describes(run: Run) -> None:

@@ -127,6 +127,16 @@ def test_what_has_to_be_said_is_said(
     assert words in text
 
 
+def test_codes_of_a_newer_version_are_unknown_not_an_error(database: duckdb.DuckDBPyConnection) -> None:
+    entry = {**rows.PUSH["waterfall"][0], "step": 200, "observed": 200}
+    newer = {**rows.PUSH, "waterfall": [entry, *rows.PUSH["waterfall"][1:]]}
+    ready = lookup.request_json(newer)
+    assert (ready["waterfall"][0]["step"], ready["waterfall"][0]["observed"]) == ("unknown", "not observed")
+    by_name = {**ready, "waterfall": [{**ready["waterfall"][0], "step": "prefill.new", "observed": "seen"}]}
+    for row in (newer, ready, by_name):
+        assert re.search(r"\* +0\.000 +2\.000 +2\.000 unknown +unknown +none", explain({"request": row}))
+
+
 def test_every_step_has_its_advice() -> None:
     assert set(ADVICE) == set(steps.BY_NAME)
     for name in ADVICE:

@@ -11,7 +11,7 @@ import msgspec
 import pyarrow as pa
 import pytest
 
-from kvscope import client, frame, lookup, query, schema
+from kvscope import client, frame, lookup, query, schema, storefile
 from kvscope.errors import UsageError
 from kvscope.frame import Frame, RequestRow, Scope
 
@@ -26,7 +26,7 @@ def database() -> Iterator[duckdb.DuckDBPyConnection]:
     connection = duckdb.connect(config={"memory_limit": "1GB"})
     rows.fill(connection)
     rows.insert(connection, "samples", SAMPLES)
-    query.lock(connection)
+    storefile.lock(connection)
     yield connection
     connection.close()
 
@@ -214,6 +214,9 @@ def test_a_session_tells_its_turns_pauses_and_what_became_of_kept_kv(
         "p50_pause_ms": 3550.0, "max_pause_ms": 5000.0, "ttl_ms": 3000.0, "p50_ttft_ms": 80.0,
     }  # fmt: skip
     assert ask(empty, "sessions", where=["session=1"]) == []
+    # Without its second turn, the time from the first to the third is no pause.
+    (filtered,) = ask(empty, "sessions", where=["turn!=2"])
+    assert (filtered["turns"], filtered["max_pause_ms"]) == (2, None)
 
 
 # --- frames ----------------------------------------------------------------------------------------
@@ -325,9 +328,49 @@ def test_a_stuck_request_stays_in_sight_as_long_as_a_daemon_waited_for_it(
     row = in_flight(at(empty, 1000 + 60_000, window="10s"))
     assert (row.step, row.step_since_ns) == ("registration.notify", stuck["arrived_at_ns"] + 70 * MS)
     assert (row.compute_ns, row.coordination_ns, row.ttft_ns) == (60 * MS, 10 * MS, None)
-    later = at(empty, 1000 + 95_000)
+    assert in_flight(at(empty, 1000 + 1795_000)).step == "registration.notify", "D still had it"
+    later = at(empty, 1000 + 1805_000, window="1h")
     assert later.in_flight == []
     assert [(one.outcome, one.step) for one in later.recent] == [("incomplete", "registration.notify")]
+    assert later.answers["fleet"].dicts()[0]["not_finished"] == 1
+    empty.execute("UPDATE requests SET current_step = 'registration.route'")
+    assert in_flight(at(empty, 1000 + 85_000)).step == "registration.route"
+    assert at(empty, 1000 + 95_000).in_flight == [], "no engine had it"
+
+
+def test_a_past_frame_knows_nothing_of_what_came_later(empty: duckdb.DuckDBPyConnection) -> None:
+    slow = rows.request(
+        1, ("prefill.compute", 0, 20_000), ("decode.generate", 20_000, 80_000), connector="push"
+    )
+    quick = rows.request(2, ("prefill.compute", 0, 10), ("decode.generate", 10, 110), connector="push")
+    rows.insert(empty, "requests", [slow, quick])
+
+    def figures(ms: float, **scope: Any) -> list[object]:
+        everything = at(empty, ms, window="5m", **scope).answers["fleet"].dicts()[0]
+        names = ("requests", "generating", "p50_ttft_ms", "p50_tpot_ms", "output_tokens_per_s")
+        return [everything[name] for name in names]
+
+    of_quick = round(100 / 63, 3)
+    per_s = (0.213, 0.427)
+    assert figures(6000) == [1, 0, 10.0, of_quick, per_s[0]], "the slow one had no first token"
+    assert figures(30_000) == [2, 1, 10_005.0, of_quick, per_s[0]], "it had not ended"
+    assert figures(90_000) == [2, 0, 10_005.0, round((of_quick + 60_000 / 63) / 2, 3), per_s[1]]
+    steps = at(empty, 6000, window="5m").answers["fleet_steps"].dicts()
+    assert [(one["requests"], one["mean_ms"]) for one in steps] == [(1, 10.0)]
+    # Filters are of what was known then, for figures and rows alike.
+    for where, ms, requests, rows_then in (
+        ("ttft_ns>1s", 6000, 0, 0),
+        ("ttft_ns>1s", 30_000, 1, 1),
+        ("outcome=finished", 30_000, 1, 0),
+        ("outcome=in flight", 30_000, 1, 1),
+        ("outcome=in flight", 90_000, 0, 0),
+    ):
+        shown = at(empty, ms, window="5m", where=(where,))
+        assert shown.answers["fleet"].dicts()[0]["requests"] == requests, where
+        assert len(shown.in_flight) == rows_then, where
+    # `kvscope query` is of what arrived in the window, however it went on.
+    (later,) = (row for row in ask(empty, "fleet", until=rows.T0_NS + 6000 * MS) if row["level"] == "all")
+    assert (later["requests"], later["p50_ttft_ms"]) == (2, 10_005.0)
 
 
 def test_filters_and_labels_hold_for_rows_too(database: duckdb.DuckDBPyConnection) -> None:
@@ -405,6 +448,23 @@ def test_samples_are_the_latest_of_the_last_minute(database: duckdb.DuckDBPyConn
     assert values(-59_000) == {("host.cpu", ""): 1.5}
 
 
+def test_samples_that_are_taken_rarely_are_shown_until_the_next_is_due(
+    empty: duckdb.DuckDBPyConnection,
+) -> None:
+    taken = [sample(n, rows.T0_NS + n * 120 * SECOND_NS, value=float(n)) for n in (1, 2)]
+    rows.insert(empty, "samples", taken)
+    values = {s: [one.value for one in at(empty, s * 1000).samples] for s in (150, 350, 470, 485)}
+    assert values == {150: [1.0], 350: [2.0], 470: [2.0], 485: []}
+
+
+def test_a_step_that_this_version_does_not_have_is_unknown(empty: duckdb.DuckDBPyConnection) -> None:
+    newer = rows.request(1, ("prefill.compute", 0, 60), ("unknown", 60, 100), connector="push")
+    newer["waterfall"][1] |= {"step": 200, "observed": 200}
+    rows.insert(empty, "requests", [newer])
+    row = in_flight(at(empty, 1080))
+    assert (row.step, row.compute_ns, row.unknown_ns) == ("unknown", 60 * MS, 20 * MS)
+
+
 def test_engines_and_problems_are_those_of_the_window(empty: duckdb.DuckDBPyConnection) -> None:
     day_ns = 86400 * SECOND_NS
     rows.insert(
@@ -427,9 +487,9 @@ def test_engines_and_problems_are_those_of_the_window(empty: duckdb.DuckDBPyConn
     assert shown.engines[0].hooks_missing == ["on_x"]
     assert (shown.engines[1].fingerprint, shown.engines[0].fingerprint["vllm"]) == ({}, "0.32.0")
     assert shown.problems == [
-        "LOST 25 events (2.4 %, 1 of them torn) of engine-p worker 0",
-        "RECORDER STOPPED in stopped worker 0: reason not known",
-        "HOOK MISSING: on_x, which vLLM 0.32.0 lacks; its steps are unknown",
+        "LOST 25 events (2.4 %, 1 of them torn) of engine-p worker 0 (as last seen)",
+        "RECORDER STOPPED in stopped worker 0: reason not known (as last seen)",
+        "HOOK MISSING: on_x, which vLLM 0.32.0 lacks; its steps are unknown (as last seen)",
     ]
     later = at(empty, 3600_000, window="5s")
     assert [one.engine for one in later.engines] == ["engine-p", "stopped"], "that engine had ended"
@@ -486,3 +546,13 @@ def test_a_store_file_without_requests_has_no_span(tmp_path: Path) -> None:
     shown = source.frame(Scope())
     assert (shown.recent, shown.in_flight, shown.labels) == ([], [], {})
     source.close()
+
+
+def test_the_fleet_and_its_pairs_count_the_same_as_not_finished(empty: duckdb.DuckDBPyConnection) -> None:
+    outcomes = ("finished", "lost", "error", "aborted", "incomplete", "ignored", None)
+    stored = [{**rows.PUSH, "id": number, "outcome": outcome} for number, outcome in enumerate(outcomes)]
+    rows.insert(empty, "requests", stored)
+    (pair,) = query.ask(empty.cursor(), "pairs", {}).dicts()
+    fleet = query.ask(empty.cursor(), "fleet", {}).dicts()
+    assert pair["not_finished"] == 4
+    assert {row["not_finished"] for row in fleet} == {4}

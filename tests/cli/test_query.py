@@ -9,7 +9,7 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from kvscope import lookup, query, schema, selection, steps, views
+from kvscope import lookup, query, schema, selection, steps, storefile, views
 from kvscope.errors import KvscopeError, UsageError
 from kvscope.query import Limits, QueryError, QueryRefused
 
@@ -22,7 +22,7 @@ def database() -> Iterator[duckdb.DuckDBPyConnection]:
     connection = duckdb.connect(config={"memory_limit": "1GB"})
     rows.fill(connection)
     connection.execute("CREATE SEQUENCE numbers")
-    query.lock(connection)
+    storefile.lock(connection)
     yield connection
     connection.close()
 
@@ -212,22 +212,22 @@ def test_parameters_are_checked(database: duckdb.DuckDBPyConnection) -> None:
 
 def test_a_file_that_is_no_store_of_this_version_is_named(tmp_path: Path, store_file: Path) -> None:
     with pytest.raises(KvscopeError, match="no such file"):
-        query.open_file(tmp_path / "absent.duckdb")
+        storefile.open_file(tmp_path / "absent.duckdb")
     text = tmp_path / "text.duckdb"
     text.write_text("not a database")
     with pytest.raises(KvscopeError, match=r"not a DuckDB file"):
-        query.open_file(text)
+        storefile.open_file(text)
     other = tmp_path / "other.duckdb"
     duckdb.connect(str(other)).close()
     with pytest.raises(KvscopeError, match="no kvscope store"):
-        query.open_file(other)
+        storefile.open_file(other)
     old = tmp_path / "old.duckdb"
     with duckdb.connect(str(old)) as connection:
         rows.fill(connection)
         connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
     with pytest.raises(KvscopeError, match=r"store version 99 .* reads version"):
-        query.open_file(old)
-    connection = query.open_file(store_file)
+        storefile.open_file(old)
+    connection = storefile.open_file(store_file)
     with pytest.raises(duckdb.Error, match=r"(?i)locked"):
         connection.execute("SET memory_limit = '100GB'")
     connection.close()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvscope import query, views
+from kvscope import query, storefile, views
 from kvscope.errors import UsageError
 from kvscope.filters import MAX_FILTER_CHARACTERS, Filter, parse_filter
 from kvscope.selection import moment_ns
@@ -28,7 +28,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[duckdb.DuckDB
     path = tmp_path_factory.mktemp("store") / "a \"store'.duckdb"
     connection = duckdb.connect(str(path), config={"memory_limit": "1GB"})
     rows.fill(connection)
-    query.lock(connection)
+    storefile.lock(connection)
     yield connection
     connection.close()
 

@@ -110,7 +110,7 @@ def test_requests_frames_and_span_are_the_same(
     assert request["request"]["waterfall"][0]["step"] == "prefill.frontend"
     listing = lookup.Listing(where=["coordination_ns>100ms"], since="2026-11-29T14:00Z")
     assert len(both(sources, lambda source: source.requests(listing))) == 2
-    for at in ("", str(rows.T0_NS + 1_100_000_000), str(rows.T0_NS - HOUR_NS + 5 * 10**9)):
+    for at in ("", str(rows.T0_NS + 1_500_000_000), str(rows.T0_NS - HOUR_NS + 5 * 10**9)):
         shown = both(sources, lambda source, at=at: source.frame(frame.Scope(at=at, window="10m")))
         assert shown.answers["fleet_steps"].rows
     assert shown.recent_total == 3
