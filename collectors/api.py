@@ -22,14 +22,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import anyio
-import anyio.to_thread
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -42,7 +40,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvscope import __version__, lookup, query
 from kvscope.collectors import jaeger
 from kvscope.collectors.live import LiveView, TooManyViewers, Watched
-from kvscope.collectors.stream import Frames, Viewers
+from kvscope.collectors.stream import Frames, Viewers, in_thread
 from kvscope.errors import KvscopeError, UsageError
 from kvscope.frame import Scope as FrameScope
 from kvscope.text import duration_ns, printable
@@ -50,8 +48,6 @@ from kvscope.text import duration_ns, printable
 if TYPE_CHECKING:
     import duckdb
     import pyarrow
-
-logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 2 * query.MAX_SQL_BYTES
 MAX_ID_CHARACTERS = 1024
@@ -151,6 +147,7 @@ class _Api:
         self._limits = limits
         self._threads = anyio.CapacityLimiter(THREADS)
         self._scrapes = anyio.CapacityLimiter(1)
+        self._frames = anyio.CapacityLimiter(THREADS)
         self._view = LiveView(daemon, limits)
         self._viewers = Viewers()
 
@@ -241,7 +238,8 @@ class _Api:
 
     async def live(self, request: Request) -> Response:
         scope, _ = _scope(request)
-        return await self._in_thread(lambda: _json(self._view.frame(scope)))
+        # Beside the questions: a new scope may have to wait for its figures.
+        return await self._in_thread(lambda: _json(self._view.frame(scope)), self._frames)
 
     async def stream(self, request: Request) -> Response:
         scope, refresh_s = _scope(request, stream=True)
@@ -268,13 +266,7 @@ class _Api:
         limiter = limiter or self._threads
         if limiter.statistics().tasks_waiting >= MAX_WAITING:
             raise HTTPException(503, "the daemon is busy with other questions; ask again in a moment")
-        try:
-            return await anyio.to_thread.run_sync(work, limiter=limiter)
-        except KvscopeError:
-            raise
-        except Exception as error:
-            logger.exception("a question could not be answered")
-            raise HTTPException(500, f"a fault in the daemon ({type(error).__name__}); see its log") from None
+        return await in_thread(work, limiter)
 
 
 class _Guard:

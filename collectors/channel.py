@@ -36,6 +36,8 @@ MAX_GONE = 50_000
 """Ids that are no longer in flight, remembered for viewers that are slow."""
 SHARED_S = 0.1
 """What is not older than this is not made anew."""
+MIN_FIGURES_S = 1.0
+"""Figures are not made anew more often, whoever asks."""
 FIGURES_TIMEOUT_S = 60.0
 """How long a new viewer waits for figures: longer than all their questions may take."""
 FIGURES_RETRY_S = 5.0
@@ -113,7 +115,7 @@ class Figures(NamedTuple):
     number: int
     """The feed's at that look."""
     cost_s: float
-    """CPU time."""
+    """CPU time, at the most."""
 
 
 class Around(Protocol):
@@ -161,7 +163,7 @@ class Channel:
         """Of the feed: what was taken so far."""
         self._figures: Frame | None = None
         self._figures_at_ns = 0
-        self._figures_due = float("-inf")
+        self._figures_due = self._figures_made = float("-inf")
         self._figures_error = ""
         self._asked: Future[Figures] | None = None
         self._anew = True
@@ -184,7 +186,7 @@ class Channel:
     # --- what viewers get ------------------------------------------------------------------------
 
     def whole(self) -> Frame:
-        """All of it, with figures of the same moment."""
+        """All of it, with figures of the same moment, or of one a second ago."""
         with self._lock:
             self._advance(fresh=True)
             return self._frame(-1)
@@ -236,11 +238,12 @@ class Channel:
         view = self._view
 
         def make() -> Figures:
-            # Its own CPU time: on a busy host the time that passes says little about what it cost.
-            began = time.thread_time()
+            # CPU time: on a busy host the time that passes says little about what it cost. The process's,
+            # for DuckDB works in threads of its own; what others used meanwhile errs on the side of seldom.
+            began = time.process_time()
             look, number = view.look()
             made = view.build(self._scope, view.table(look, waterfalls=False), recent)
-            return Figures(made, look, number, time.thread_time() - began)
+            return Figures(made, look, number, time.process_time() - began)
 
         return view.submit(make)
 
@@ -250,7 +253,8 @@ class Channel:
             made = asked.result(FIGURES_TIMEOUT_S)
         except (CancelledError, TimeoutError):
             raise KvscopeError("the daemon is shutting down, or too busy to answer") from None
-        self._figures_due = self._view.clock() + self._view.figures_interval_s(made.cost_s)
+        self._figures_made = self._view.clock()
+        self._figures_due = self._figures_made + self._view.figures_interval_s(made.cost_s)
         self._figures_error = ""
         return made
 
@@ -262,11 +266,15 @@ class Channel:
             try:
                 return self._made(asked)
             except KvscopeError as error:
-                self._figures_error = str(error)
-                self._figures_due = now + FIGURES_RETRY_S
+                self._are_old(error)
         elif self._asked is None and now >= self._figures_due:
             self._asked = self._submit(recent=False)
         return None
+
+    def _are_old(self, error: KvscopeError) -> None:
+        """Newer figures could not be made."""
+        self._figures_error = str(error)
+        self._figures_due = self._view.clock() + FIGURES_RETRY_S
 
     # --- following -------------------------------------------------------------------------------
 
@@ -274,6 +282,7 @@ class Channel:
         """One tick on; with `fresh`, to figures of the same moment."""
         view, known = self._view, self._figures
         now = view.clock()
+        fresh = fresh and (now - self._figures_made >= MIN_FIGURES_S or bool(self._figures_error))
         if now - self._advanced < SHARED_S and (not fresh or self._figures_at_ns == self._at_ns):
             return
         # In this order: what is stored in between is seen twice, not missed.
@@ -286,7 +295,17 @@ class Channel:
         if made is not None and known is not None and made.frame.label != known.label:
             fed = None  # another kind of traffic is the most frequent now
         if fed is None:
-            made = self._made(self._submit(recent=True))
+            try:
+                if known is not None and not fresh and self._figures_error and now < self._figures_due:
+                    return  # it was tried a moment ago
+                made = self._made(self._submit(recent=True))
+            except KvscopeError as error:
+                if known is None or fresh:
+                    raise
+                self._are_old(error)
+                self._lines.clear()  # what viewers know stays, and they are told so
+                self._advanced = view.clock()
+                return
             self._begin(made)
         if made is not None:
             self._figures, self._figures_at_ns = made.frame, made.frame.at_ns

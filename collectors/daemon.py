@@ -56,6 +56,7 @@ class Collector:
         """Events that the pipeline could not take."""
         self.sampler = Sampler({}, list)
         """Without sources: the engines' own samples go through it."""
+        self._sample_faults = 0
         self._next_scan = self._next_take = 0.0
         self._stored_rows: dict[int, Row] = {}
         self._gone: dict[int, int | None] = {}
@@ -118,7 +119,10 @@ class Collector:
             with self.lock:
                 some = requests[first : first + LOOK_REQUESTS]
                 found += self.pipeline.look(some, time.monotonic_ns(), time.time_ns())
-        return Look(found, self.store.pending(REQUESTS.name))
+        with self.lock:  # what is taken from the pipeline is on its way
+            pending = self.store.pending(REQUESTS.name)
+        handed_over = {row[0] for row in pending}
+        return Look([one for one in found if one.row[0] not in handed_over], pending)
 
     def _read(self) -> int:
         moved = 0
@@ -157,8 +161,15 @@ class Collector:
             return self.pipeline.kv_blocks(at_ns)
 
     def _sampled(self, everything: bool = False) -> list[Row]:
-        self.sampler.add(self.pipeline.take_samples())
-        return self.sampler.take_rows(everything)
+        try:
+            self.sampler.add(self.pipeline.take_samples())
+            return self.sampler.take_rows(everything)
+        except Exception as error:
+            # The requests that were taken with them must reach the store.
+            if not self._sample_faults:
+                logger.error("samples were lost (%s: %s); such are left out", type(error).__name__, error)
+            self._sample_faults += 1
+            return []
 
     def _add_ring_rows(self, rows: Rows) -> None:
         """Add what changed about the rings themselves: positions, states, recorders that gave up."""
@@ -311,9 +322,8 @@ class Daemon:
     def live(self) -> list[dict[str, Any]]:
         """Requests that are not in the store (yet), as rows of the table `requests`, oldest first."""
         look, names = self.look(), [column.name for column in REQUESTS.columns]
-        # What is pending was looked at last: one that is in both was handed over in between.
-        rows = {row[0]: row for row in (*(one.row for one in look.requests), *look.pending)}
-        return [dict(zip(names, row, strict=True)) for row in rows.values()]
+        rows = (*(one.row for one in look.requests), *look.pending)
+        return [dict(zip(names, row, strict=True)) for row in rows]
 
     def look(self) -> Look:
         """Requests that are not in the store (yet), with what they wait for."""

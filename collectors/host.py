@@ -19,7 +19,7 @@ from typing import NamedTuple
 import psutil
 
 from kvscope.collectors.rings import RingProcess
-from kvscope.ring import boot_id
+from kvscope.ring import SUFFIX, boot_id
 from kvscope.samples import Sample
 from kvscope.text import printable
 
@@ -52,13 +52,25 @@ class Stat(NamedTuple):
     rss_pages: int
 
 
+class Thread(NamedTuple):
+    """A thread at one moment."""
+
+    name: str
+    ticks: int
+    """CPU time used."""
+    started: int
+    """Ticks since boot."""
+
+
 class _Reading(NamedTuple):
     at_s: float
     stat: Stat
     switches: tuple[int, int] | None
     """Voluntary and involuntary."""
-    threads: dict[int, tuple[str, int]]
-    """Thread id to name and CPU ticks."""
+    boot_ticks: float
+    """The same moment, in ticks since boot."""
+    threads: dict[int, Thread]
+    """By thread id."""
 
 
 class Host:
@@ -166,6 +178,9 @@ class Host:
             with os.scandir(PROC / str(pid) / "fd") as files:
                 for file in files:
                     with contextlib.suppress(OSError):  # closed meanwhile
+                        # By its name first: what else it has open may lie on a file system that hangs.
+                        if not os.readlink(file.path).removesuffix(" (deleted)").endswith(SUFFIX):
+                            continue
                         if os.path.samestat(os.stat(file.path), ring):
                             return True
         except OSError:
@@ -181,7 +196,8 @@ class Host:
         reading = self._readings.get(process.pid)  # scheduler and worker may be one process
         if reading is None:
             folder = PROC / str(process.pid)
-            reading = _Reading(time.monotonic(), stat, _switches(folder), _threads(folder))
+            boot_ticks = time.clock_gettime(time.CLOCK_BOOTTIME) * TICKS
+            reading = _Reading(time.monotonic(), stat, _switches(folder), boot_ticks, _threads(folder))
             self._readings[process.pid] = reading
         before = self._before.get(process.pid)
         yield sample("process.rss_bytes", float(reading.stat.rss_pages * PAGE))
@@ -193,8 +209,9 @@ class Host:
             pairs = zip(("voluntary", "involuntary"), reading.switches, before.switches, strict=True)
             for label, now, then in pairs:
                 yield sample("process.switches_per_s", (now - then) / seconds, label)
-        for name, ticks in _by_name(reading.threads, before.threads).items():
-            yield sample("thread.cpu", ticks / TICKS / seconds, name)
+        cores = psutil.cpu_count() or 1
+        for name, ticks in _by_name(reading.threads, before.threads, before.boot_ticks).items():
+            yield sample("thread.cpu", min(ticks / TICKS / seconds, cores), name)
 
 
 def read_stat(folder: Path) -> Stat | None:
@@ -214,29 +231,37 @@ def read_stat(folder: Path) -> Stat | None:
     )
 
 
-def _threads(folder: Path) -> dict[int, tuple[str, int]]:
+def _threads(folder: Path) -> dict[int, Thread]:
     found = {}
     try:
         ids = os.listdir(folder / "task")
     except OSError:
         return {}
     for thread in ids[:MAX_THREADS]:
-        # Not `read_stat`: engines have hundreds of threads, and two numbers are wanted.
+        # Not `read_stat`: engines have hundreds of threads, and few numbers are wanted.
         line = read_bytes(f"{folder}/task/{thread}/stat", 512)
         end = line.rfind(b")")
-        fields = line[end + 2 :].split(b" ", 13)
-        if len(fields) == 14:
+        fields = line[end + 2 :].split(b" ", 20)
+        if len(fields) > 19:
             name = line[line.find(b"(") + 1 : end].decode("utf-8", "replace")
-            found[int(thread)] = name, int(fields[11]) + int(fields[12])
+            found[int(thread)] = Thread(name, int(fields[11]) + int(fields[12]), int(fields[19]))
     return found
 
 
-def _by_name(threads: dict[int, tuple[str, int]], before: dict[int, tuple[str, int]]) -> Counter[str]:
-    """CPU ticks used between two readings by name of thread, idle ones left out."""
+def _by_name(threads: dict[int, Thread], before: dict[int, Thread], since_ticks: float) -> Counter[str]:
+    """CPU ticks used between two readings by name of thread, idle ones left out.
+
+    One that the first, at `since_ticks` since boot, does not have counts only if it began later.
+    """
     used: Counter[str] = Counter()
-    for thread, (name, ticks) in threads.items():
+    if not before:
+        return used  # they could not be read
+    for thread, (name, ticks, started) in threads.items():
         name = printable(_NUMBERED.sub("", name) or name)
-        then = before.get(thread, (name, 0))[1]
+        known = before.get(thread)
+        if known is None and started < int(since_ticks):
+            continue
+        then = 0 if known is None or known.started != started else known.ticks
         if ticks > then or name in ALWAYS_TOLD:
             used[name] += max(0, ticks - then)
     if len(used) > MAX_THREAD_NAMES:

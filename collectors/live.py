@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvscope import frame as frames
 from kvscope import health, query
-from kvscope.collectors.channel import SHARED_S, Channel, Feed, Figures, Look, without_waterfall
+from kvscope.collectors.channel import (
+    MIN_FIGURES_S,
+    SHARED_S,
+    Channel,
+    Feed,
+    Figures,
+    Look,
+    without_waterfall,
+)
 from kvscope.collectors.pipeline import Row
 from kvscope.errors import KvscopeError, UsageError
 from kvscope.filters import checked_text, parse_filters
@@ -33,12 +41,12 @@ MAX_WINDOW_NS = 30 * 86400 * 10**9
 MAX_LABEL_CHARACTERS = 256
 STATUS_S = 1.0
 """How old engines and problems may be."""
-IDLE_S = 30.0
-"""A scope that nobody has looked at for so long is not followed on."""
+IDLE_S = 90.0
+"""A scope that nobody has looked at for so long is not followed on: longer than a stream may pause."""
 FIGURES_SHARE = 0.1
 """Part of one core that the figures of all channels may take, beside the first ones of each viewer."""
-MIN_FIGURES_S, MAX_FIGURES_S = 1.0, 60.0
-"""How long figures stay, at the least and at the most."""
+MAX_FIGURES_S = 60.0
+"""How long figures stay at the most."""
 
 
 class TooManyViewers(KvscopeError):

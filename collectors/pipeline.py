@@ -127,6 +127,9 @@ class Pipeline:
             leases += joiner.final_leases()
         handshakes, joiner.handshakes = joiner.handshakes, []
         failures, joiner.failures = joiner.failures, []
+        merged, joiner.merged = joiner.merged, []
+        for request in merged:
+            self._live.pop(request, None)
         rows: dict[str, list[Row]] = {"requests": [], "transfers": []}
         for request in requests:
             self._live.pop(request, None)
@@ -163,6 +166,8 @@ class Pipeline:
         """
         found = []
         for request in requests:
+            if not self.joiner.is_live(request):
+                continue  # it was over, or joined to another, since the joiner was asked
             known = self._live.get(request)
             if known is None or self._is_stale(request, known, now_ns):
                 try:
@@ -193,7 +198,7 @@ class Pipeline:
         )
 
     def _make_live(self, request: Request, now_ns: int) -> LiveRequest | None:
-        if not self.joiner.is_live(request) or _is_cleanup(request) or self._stored_before(request):
+        if _is_cleanup(request) or self._stored_before(request):
             return None
         made, breakdown = self._request_row(request)
         row = _fit(BY_NAME["requests"], made)

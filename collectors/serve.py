@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 import uvicorn
@@ -29,6 +29,15 @@ DEADLINE_S = 10.0
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, end: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._end = end
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End the streams first: here, not in the signal handler, which must take no lock."""
+        self._end()
+        await super().shutdown(sockets)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to `main`: uvicorn would end the process by the signal, not with exit code 0."""
@@ -61,14 +70,14 @@ def _run(settings: Settings) -> int:
     limits = query.Limits(settings.sql_rows, settings.sql_bytes, settings.sql_seconds)
     app = create_app(daemon, limits, allowed_hosts(settings.host))
     server = _Server(
-        uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=GRACE_S)
+        uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=GRACE_S),
+        app.state.end,
     )
 
     def stop(signum: int, frame: FrameType | None) -> None:
         if server.should_exit:
             os._exit(128 + signum)
         server.should_exit = True
-        app.state.end()
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, stop)

@@ -31,6 +31,7 @@ from kvscope import __version__, schema
 from kvscope.errors import KvscopeError
 from kvscope.samples import OWN_NAMES
 from kvscope.schema import ENGINES, REQUESTS, SAMPLES, TABLES
+from kvscope.storefile import TIMES
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +58,9 @@ CHECKPOINT_AT = "64MB"
 UNENDED_NS = 3600 * 10**9
 """How long a request whose end was not observed may have gone on."""
 
+THREADS = 2
+"""Of DuckDB, for all questions together: the rest of the host belongs to the engines."""
 _META = "CREATE TABLE meta (key VARCHAR, value VARCHAR)"
-_TIME_COLUMN = {t.name: next(c.name for c in t.columns if c.name.endswith("at_ns")) for t in TABLES}
 _ENGINE_UPDATES = ("next_seq", "read", "lost", "torn", "rejected", "state", "state_detail")
 _COLUMN = {column.name: i for i, column in enumerate(REQUESTS.columns)}
 _LEGS = (
@@ -324,6 +326,7 @@ class Store:
             database = duckdb.connect(
                 str(self.path),
                 config={
+                    "threads": THREADS,
                     "memory_limit": f"{self._memory_mb}MB",
                     "wal_autocheckpoint": CHECKPOINT_AT,
                     # The SQL of readers runs in this process: it must not reach other files.
@@ -411,7 +414,7 @@ class Store:
                     self._known_legs[hash((p_engine, p_request))] = ended_at_ns
                     self._known_legs[hash((d_engine, d_request))] = ended_at_ns
             else:
-                column = _TIME_COLUMN[table.name]
+                column = TIMES[table.name]
                 stored = cursor.execute(
                     f"SELECT id FROM {table.name} WHERE engine = ? AND coalesce({column} >= ?, true)",
                     [engine, since_ns],
@@ -562,7 +565,7 @@ class Store:
         try:
             for table in TABLES:
                 if table is not ENGINES:
-                    old = f"{_TIME_COLUMN[table.name]} < {before_ns}"
+                    old = f"{TIMES[table.name]} < {before_ns}"
                     self._writer.execute(f"DELETE FROM {table.name} WHERE {old}")
         except duckdb.Error as error:
             logger.warning("old rows not deleted: %s", _explain(self.path, error))

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -18,6 +18,8 @@ from starlette.types import Receive, Scope, Send
 from kvscope.errors import KvscopeError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 NDJSON = "application/x-ndjson"
 SEND_S = 60.0
@@ -58,7 +60,7 @@ class Viewers:
             self._ends.discard(end)
 
     def end(self) -> None:
-        """From any thread, and from a signal handler."""
+        """From any thread."""
         self._ended = True
         for end in list(self._ends):
             end()
@@ -87,7 +89,7 @@ class Frames(Response):
             KvscopeError: as `next_line`.
         """
         try:
-            return cls(lines, await _in_thread(lines.next_line), refresh_s, viewers)
+            return cls(lines, await in_thread(lines.next_line, abandon=True), refresh_s, viewers)
         except BaseException:
             lines.close()
             raise
@@ -130,7 +132,7 @@ class Frames(Response):
             due = max(due + self._refresh_s, anyio.current_time())
             await anyio.sleep_until(due)
             try:
-                line = await _in_thread(self._lines.next_line)
+                line = await in_thread(self._lines.next_line, abandon=True)
             except (KvscopeError, HTTPException) as error:
                 text, _, hint = (error.detail if isinstance(error, HTTPException) else str(error)).partition(
                     "; "
@@ -140,11 +142,19 @@ class Frames(Response):
                 return
 
 
-async def _in_thread(work: Callable[[], bytes]) -> bytes:
+async def in_thread(
+    work: Callable[[], T], limiter: anyio.CapacityLimiter | None = None, abandon: bool = False
+) -> T:
+    """What `work` returns in a worker thread. With `abandon` a cancelled answer does not wait for it.
+
+    Raises:
+        KvscopeError: as `work`.
+        HTTPException: it failed in another way, which is in the log.
+    """
     try:
-        return await anyio.to_thread.run_sync(work, abandon_on_cancel=True)
+        return await anyio.to_thread.run_sync(work, limiter=limiter, abandon_on_cancel=abandon)
     except KvscopeError:
         raise
     except Exception as error:
-        logger.exception("a frame could not be made")
+        logger.exception("an answer could not be made")
         raise HTTPException(500, f"a fault in the daemon ({type(error).__name__}); see its log") from None

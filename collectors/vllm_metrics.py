@@ -10,19 +10,23 @@ hosts have that port, else nobody's, and then it goes by its own `host:port`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import platform
 import re
+import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvscope.client import Connection
 from kvscope.collectors.rings import RingProcess
 from kvscope.samples import Sample
 from kvscope.text import printable
@@ -95,12 +99,18 @@ class Reading(NamedTuple):
     """vLLM's name without its prefix -> total."""
 
 
+Answer = tuple[float, dict[str, Reading]] | str
+"""When a server answered (s) and what, by engine label; or why it did not."""
+
+
 class _State:
     """What is remembered of a server."""
 
     def __init__(self) -> None:
         self.before: dict[str, tuple[float, Reading]] = {}
         """Engine label -> when (s), what."""
+        self.asked: Future[Answer] | None = None
+        """The last question."""
         self.failures = 0
         self.failing_since_s = 0.0
         self.next_s = 0.0
@@ -124,17 +134,24 @@ class VllmMetrics:
             headers={"Accept": "text/plain", "Accept-Encoding": "identity"},
             limits=httpx.Limits(max_connections=WORKERS, max_keepalive_connections=0),
         )
-        self._pool = ThreadPoolExecutor(WORKERS, "kvscope-metrics")
 
     def read(self, at_ns: int, processes: list[RingProcess]) -> Iterator[Sample]:
         """Samples of every server that answers; those due, side by side."""
         servers = servers_of(self._urls, processes)
         self._states = {server.url: self._states.get(server.url) or _State() for server in servers}
         now_s = time.monotonic()
-        due = [server for server in servers if self._states[server.url].next_s <= now_s]
-        asked = {self._pool.submit(self._ask, server): server for server in due}
-        wait(asked, ROUND_S)
-        for question, server in asked.items():
+        questions: dict[Future[Answer], Server] = {}
+        for server in servers:
+            state = self._states[server.url]
+            if state.next_s <= now_s and (state.asked is None or state.asked.done()):
+                state.asked = Future()
+                questions[state.asked] = server
+        turns = deque(questions.items())
+        for _ in range(min(WORKERS, len(turns))):
+            # Not of a pool, whose threads the end of the process would wait for.
+            threading.Thread(target=self._work, args=(turns,), name="kvscope-metrics", daemon=True).start()
+        wait(questions, ROUND_S)
+        for question, server in questions.items():
             if question.cancel():
                 continue  # its turn did not come: others hold up the round
             state = self._states[server.url]
@@ -152,10 +169,6 @@ class VllmMetrics:
         """One line for each server that does not answer."""
         return [state.problem for state in self._states.values() if state.problem]
 
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._client.close()
-
     def _failed(self, server: Server, state: _State, reason: str) -> None:
         now_s = time.monotonic()
         state.before = {}
@@ -171,27 +184,44 @@ class VllmMetrics:
                 "name the right address with vllm_metrics"
             )
 
-    def _ask(self, server: Server) -> tuple[float, dict[str, Reading]] | str:
-        """When it answered and what, by engine label; or why it did not."""
+    def _work(self, turns: deque[tuple[Future[Answer], Server]]) -> None:
+        with contextlib.suppress(IndexError):  # none is left
+            while True:
+                question, server = turns.popleft()
+                if question.set_running_or_notify_cancel():
+                    question.set_result(self._ask(server))
+
+    def _ask(self, server: Server) -> Answer:
+        connection = Connection()
+        # However slowly it answers: httpx's time-out is of each read alone.
+        deadline = threading.Timer(TIMEOUT_S, connection.end)
+        deadline.daemon = True
+        deadline.start()
         try:
-            text = self._get(server.url)
+            text = self._get(server.url, connection)
+            if connection.ended:
+                return NO_ANSWER  # without a length, an answer that is cut looks like a whole one
             return time.monotonic(), parse(text)
         except httpx.TimeoutException:
             return NO_ANSWER
         except httpx.HTTPError as error:
+            if connection.ended:
+                return NO_ANSWER
             return f"no answer ({printable(error)[:120]})"
         except (ValueError, httpx.InvalidURL) as error:
             return printable(error)[:120]
         except Exception as error:  # the parser is not made for hostile text
             logger.debug("where it failed", exc_info=True)
             return f"an answer that can't be read ({type(error).__name__})"
+        finally:
+            deadline.cancel()
 
-    def _get(self, url: str) -> str:
+    def _get(self, url: str, connection: Connection) -> str:
         """Raises ValueError (with the reason) or httpx.HTTPError."""
         end_s = time.monotonic() + TIMEOUT_S
         parts: list[bytes] = []
         size = 0
-        with self._client.stream("GET", url) as response:
+        with self._client.stream("GET", url, extensions={"trace": connection.trace}) as response:
             if response.status_code != 200:
                 raise ValueError(f"it answered {response.status_code}")
             if response.headers.get("content-encoding", "identity") != "identity":

@@ -7,13 +7,19 @@ python docs/generate.py --check    exit 1 and name those that are stale
 from __future__ import annotations
 
 import argparse
+import ast
+import inspect
 import struct
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
+from types import ModuleType
+from typing import TypeGuard
 
-from kvscope import events, query, ring, schema, settings, steps
+from kvscope import client, events, frame, metrics, query, ring, samples, schema, settings, steps
+from kvscope.collectors import api, live
+from kvscope.tui import app, command, help, lines
 
 DOCS = Path(__file__).parent
 NOTE = "<!-- Written by docs/generate.py (make docs). Change the code, not this page. -->"
@@ -227,6 +233,27 @@ def schema_page() -> str:
     return page("Tables of the store", *parts)
 
 
+def samples_page() -> str:
+    parts = [module_text(samples.__doc__)]
+    sources = {
+        samples.RING: "The engines' own",
+        samples.KVSCOPE: "Counted by the daemon",
+        samples.VLLM: "From vLLM's /metrics",
+        samples.HOST: "From the host",
+    }
+    for source, title in sources.items():
+        rows = ((code(k.name), k.unit, k.doc) for k in samples.KINDS.values() if k.source == source)
+        parts += [f"## {title}", table(("Name", "Unit", "Meaning"), rows)]
+    parts += [
+        "## Asking for them",
+        "They are rows of the table [`samples`](schema.md#samples), one number each; the engines' own are "
+        "stored as means over `sample_seconds`:",
+        '```text\nkvscope query "SELECT engine, source, max(value) AS cores FROM samples '
+        "WHERE name = 'process.cpu' GROUP BY ALL\"\n```",
+    ]
+    return page("Samples", *parts)
+
+
 def settings_page() -> str:
     rows = (
         (code(s.name), code(s.flag), code(s.variable), code(s.default) if s.default else "none", s.doc)
@@ -244,8 +271,17 @@ def settings_page() -> str:
 
 
 def queries_page() -> str:
-    parameters = ((code(f"${name}"), doc) for name, doc in query.PARAMETERS.items())
-    parts = [module_text(query.__doc__), "## Parameters", table(("Parameter", "Meaning"), parameters)]
+    parameters = ((code(name), doc) for name, doc in query.PARAMETERS.items())
+    parts = [
+        module_text(query.__doc__),
+        "## Parameters",
+        table(("Parameter", "Meaning"), parameters),
+        "They are flags of `kvscope query` (`--where` can be repeated) and keys of `parameters` in the API, "
+        "where `where` is a list. All but `limit` apply to any SQL by themselves; SQL may also use `$since` "
+        "and `$until` (Unix nanoseconds; 0 and now where they are not given), `$label` and `$limit`. A "
+        "parameter that would change nothing is refused: a question about other tables than requests takes "
+        "neither `label` nor `where`, one about engines alone no time.",
+    ]
     for question in query.questions().values():
         takes = ", ".join(code(name) for name in question.parameters) or "none"
         parts += [
@@ -258,13 +294,190 @@ def queries_page() -> str:
     return page("Named questions", *parts)
 
 
+def metrics_page() -> str:
+    parts = [module_text(metrics.__doc__)]
+    for title, members in groupby(metrics.METRICS, key=lambda metric: metric.section):
+        rows = (
+            (
+                code(one.name),
+                f"{one.kind}, {one.unit}",
+                ", ".join(code(label) for label in one.labels) or "none",
+                paragraph(one.name, one.help),
+            )
+            for one in members
+        )
+        parts += [f"## {title}", table(("Metric", "Type, unit", "Labels", "Meaning"), rows)]
+    buckets = (
+        (code(one.name), ", ".join(f"{bound:g}" for bound in one.buckets))
+        for one in metrics.METRICS
+        if one.buckets
+    )
+    used = {label for one in metrics.METRICS for label in one.labels}
+    if used != set(metrics.LABELS):
+        raise Undocumented(f"metrics.LABELS: {sorted(used ^ set(metrics.LABELS))}")
+    parts += [
+        "## Labels",
+        table(("Label", "Meaning"), ((code(name), doc) for name, doc in metrics.LABELS.items())),
+        "## Buckets",
+        table(("Histogram", "Upper bounds, beside +Inf"), buckets),
+    ]
+    return page("Metrics", *parts)
+
+
+LIVE = """\
+`GET /api/v1/live` answers with one frame: all that the screens of `kvscope top` show of one window, of now
+or of the past. `GET /api/v1/stream` answers with a frame a line (`application/x-ndjson`) until the viewer
+goes or the daemon stops; it takes no `at`. A window is at most {days} days long. {streams} streams may be
+open; one more gets a 503. When a frame of a stream can't be made, its line is an error like any other, and
+the last one. A line has at most {mib} MiB.
+
+The first frame of a stream is whole. Those that follow say `whole: false`, and their requests are changes:
+
+1. drop the requests named by `gone`, in flight or recent;
+2. put those of `in_flight`, and drop the same ids from the recent ones;
+3. put those of `recent`, and drop the same ids from those in flight;
+4. drop recent ones that arrived before `at_ns - window_ns`, and all but the {recent:,} that arrived last.
+
+All else in a frame is whole. A viewer that fell behind, or whose label is not the leading one any more,
+gets a whole frame again. Requests are followed with every frame. Figures cost a query each and are made
+anew every second or few: they are of the window that ends at `figures_at_ns`, and the same questions about
+that window answer the same. Requests in flight are of the label and the filters, whenever they arrived. One
+whose `outcome` is not `in flight` is over for its client, while P still holds its blocks."""
+
+
+def api_page() -> str:
+    scope = dict(_fields(frame, "Scope"))
+    parameters = [(code(name), code(type_), doc) for name, (type_, doc) in scope.items()]
+    refresh = f"{api.MIN_REFRESH_NS // 10**6}ms to {api.MAX_REFRESH_NS // 10**9}s; default 1s"
+    head = ("Parameter", "Type", "Meaning")
+    parts = [
+        module_text(api.__doc__),
+        "## Live",
+        LIVE.format(
+            days=live.MAX_WINDOW_NS // (86400 * 10**9),
+            streams=live.MAX_STREAMS,
+            mib=client.MAX_LINE_BYTES >> 20,
+            recent=frame.MAX_RECENT,
+        ),
+        "## Parameters",
+        table(head, [*parameters, ("`refresh`", "`str`", f"Stream only: {refresh}")]),
+    ]
+    for name, text in (
+        ("Frame", "A JSON object."),
+        ("RequestRow", "A JSON array, in this order."),
+        ("Engine", "A JSON object."),
+        ("Sample", "A JSON array, in this order."),
+        ("Answer", "A JSON object."),
+        ("Finding", "A JSON object."),
+    ):
+        rows = [(code(field), code(type_), doc) for field, (type_, doc) in _fields(_home(name), name)]
+        parts += [f"## {name}", text, table(("Field", "Type", "Meaning"), rows)]
+    return page("HTTP API", *parts)
+
+
+def _home(name: str) -> ModuleType:
+    return samples if name == "Sample" else frame
+
+
+def _fields(module: ModuleType, name: str) -> list[tuple[str, tuple[str, str]]]:
+    """Fields of a struct: type and meaning, from the text below each, else from the column of that name."""
+    columns = {c.name: c.doc for one in (schema.ENGINES, schema.REQUESTS) for c in one.columns}
+    classes = {f"{class_}_ns": f"Nanoseconds of its TTFT: {class_}" for class_ in steps.CLASSES}
+    found = []
+    body = next(n.body for n in ast.parse(inspect.getsource(module)).body if _is_class(n, name))
+    for node, after in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            field = node.target.id
+            own = ""
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                own = str(after.value.value)
+            doc = classes.get(field) or own or columns.get(field) or ""
+            found.append((field, (ast.unparse(node.annotation), doc)))
+    return found
+
+
+def _is_class(node: ast.stmt, name: str) -> TypeGuard[ast.ClassDef]:
+    return isinstance(node, ast.ClassDef) and node.name == name
+
+
+TOP_STATES = """\
+- **No daemon, or it went away**: the header says which address, why, and what to start; it asks again by
+  itself, less and less often, and goes on where it was. The last figures stay, dim and marked STALE.
+- **No engine records, or none has had a request**: the two wiring steps, or where to send a request.
+- **A daemon of another version**: named, with what to upgrade.
+- **Losses, engines that are not instrumented, missing hooks, clock errors, findings**: counted in the
+  header on every page, the gravest first; `!` lists them with what to do.
+- **Another kind of traffic**: one label at a time, production if there is any; `b` goes to the next."""
+
+TOP_PAST = """\
+`kvscope top --db FILE --at TIME` shows the window that ended then, of a store, a snapshot or a directory of
+Parquet files (`v1/<table>/d=<day>/h=<hour>/*.parquet`); `--speed N` plays on from there. In a live view ←
+goes back in time as well, and `l` back to now. Requests in flight are shown as they were at that moment,
+from what was stored of them later: what each waited for in words is known live only. Figures are as of that
+moment too: a request without a first token by then is in none, and one that still generated has no TPOT and
+no output tokens yet. Engines are in the
+state in which they were last seen."""
+
+TOP_FIGURES = """\
+Every figure is the answer of a named question about the window in the header, so `kvscope query fleet
+--since … --until …` (and `fleet_bands`, `fleet_steps`, `fleet_trend`, `pairs`, `sessions`, …) says the same.
+Percentiles are exact and never added up: a band's bar is the mean split of the requests in it. A request
+counts from its first token on; one that still generates is counted too, and its TPOT comes when it ends.
+Of the past, `kvscope query` also knows how a request of the window went on after `--until`; where none was in
+flight then, both say the same. Output tokens are of requests that began and ended in the window."""
+
+
+def top_page() -> str:
+    pages = ((code(one.key), f"[{one.title}](pictures/README.md)", one.about) for one in app.PAGES)
+    keys = [(code(key.shown), key.doc) for key in help.KEYS]
+    known = {key.shown for key in help.KEYS}
+    own = [
+        (code(shown), f"{doc} ({one.title})")
+        for one in app.PAGES
+        for shown, doc in one.hints
+        if shown not in known
+    ]
+    return page(
+        "kvscope top",
+        module_text(
+            (command.__doc__ or "").replace("\n  kvscope", "\n    kvscope").replace("examples:\n", "")
+        ),
+        "![The fleet page](pictures/fleet.svg)",
+        "## Pages",
+        table(("Key", "Page", "What it shows"), pages),
+        "## Keys",
+        table(("Key", "What it does"), [*keys, *own]),
+        "A click on a column's head sorts by it, a double click opens a row.",
+        "## Classes",
+        table(
+            ("Class", "In bars", "Letter", "Meaning"),
+            (
+                (code(name), lines.PATTERN[name], lines.LETTER[name], doc)
+                for name, doc in help.MEANING.items()
+            ),
+        ),
+        "Colours are five of the terminal's own sixteen; with `NO_COLOR` set or `TERM=dumb` the patterns and "
+        "letters remain.",
+        "## Figures",
+        TOP_FIGURES,
+        "## The past",
+        TOP_PAST,
+        "## What it says when something is wrong",
+        TOP_STATES,
+    )
+
+
 PAGES: dict[str, Callable[[], str]] = {
+    "top.md": top_page,
     "events.md": events_page,
     "steps.md": steps_page,
     "ring.md": ring_page,
     "schema.md": schema_page,
+    "samples.md": samples_page,
     "settings.md": settings_page,
     "queries.md": queries_page,
+    "metrics.md": metrics_page,
+    "api.md": api_page,
 }
 
 

@@ -98,6 +98,8 @@ class Joiner:
         self.handshakes: list[Handshake] = []
         self.failures: list[Failure] = []
         self.engine_samples: list[tuple[Source, Event]] = []
+        self.merged: list[Request] = []
+        """Requests that went into another one, or are not told of: nobody needs to remember them."""
         self._batch = 0
         self._legs: dict[tuple[str, int], Leg] = {}
         self._live: OrderedDict[Request, None] = OrderedDict()
@@ -361,6 +363,7 @@ class Joiner:
         legs = request.legs()
         if all(leg.is_cleanup for leg in legs):
             self.cleanups += 1
+            self.merged.append(request)
             released = []
         else:
             self._chain(request)
@@ -436,6 +439,7 @@ class Joiner:
         for leg in other.d:
             leg.request = into
         self._live.pop(other, None)
+        self.merged.append(other)
         self._check(into)
 
     def _await_peer(self, leg: Leg) -> None:

@@ -73,8 +73,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     sample_seconds: Annotated[
         float,
         Meta(
-            description="How often the host, vLLM's metrics and KV blocks are sampled; 0 leaves out the host "
-            "and vLLM's metrics",
+            description="How often the host, vLLM's metrics and KV blocks are sampled, 0.5 at the least; 0 "
+            "leaves out the host and vLLM's metrics",
             ge=0,
             le=3600,
         ),
@@ -241,9 +241,15 @@ def _is_receiver(address: str) -> None:
     _are_urls((address,) if address else (), "http://tempo:4318")
 
 
+def _is_interval(seconds: float) -> None:
+    if 0 < seconds < 0.5:
+        raise UsageError("expected 0, or at least 0.5 seconds")
+
+
 _CHECKS: dict[str, Callable[[Any], None]] = {
     "window": _between("1s", "30d"),
     "refresh": _between("100ms", "1h"),
+    "sample_seconds": _is_interval,
     "vllm_metrics": _are_urls,
     "otlp_endpoint": _is_receiver,
 }

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from kvscope import events, query, schema, settings, steps
+from kvscope import events, frame, query, samples, schema, settings, steps
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,6 +47,9 @@ def test_a_stale_or_missing_page_is_named(
         ("events.md", [field for e in events.VOCABULARY.values() for field in e.fields]),
         ("steps.md", [step.name for step in steps.STEPS]),
         ("schema.md", [column.name for table in schema.TABLES for column in table.columns]),
+        ("samples.md", list(samples.KINDS)),
+        ("api.md", [*frame.Scope.__struct_fields__, *frame.Frame.__struct_fields__]),
+        ("api.md", [*frame.RequestRow.__struct_fields__, *frame.Engine.__struct_fields__]),
         ("settings.md", [name for s in settings.listed() for name in (s.name, s.flag, s.variable)]),
         ("queries.md", [column for q in query.questions().values() for column in q.columns]),
     ],
@@ -77,6 +80,7 @@ def test_every_table_column_setting_and_question_is_described() -> None:
         assert table.doc.strip(), table.name
         assert all(column.doc.strip() for column in table.columns), table.name
     assert all(setting.doc.strip() for setting in settings.listed())
+    assert all(kind.doc.strip() and kind.unit for kind in samples.KINDS.values())
     for question in query.questions().values():
         assert question.description.strip(), question.name
         assert all(doc.strip() for doc in question.columns.values()), question.name

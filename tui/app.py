@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
@@ -14,8 +15,11 @@ from textual import events, on
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
+from textual.drivers.linux_driver import LinuxDriver
 from textual.message import Message
+from textual.reactive import Reactive
 from textual.screen import Screen
+from textual.widget import Widget
 
 from kvscope.frame import Scope
 from kvscope.text import duration_ns, printable
@@ -32,6 +36,7 @@ from kvscope.tui.pages.request import RequestPage
 from kvscope.tui.pages.requests import RequestsPage
 from kvscope.tui.pages.sessions import SessionsPage
 from kvscope.tui.pages.stuck import StuckPage
+from kvscope.tui.scrolled import Stumbled
 from kvscope.tui.view import Trouble, View
 
 PAGES: tuple[type[Page], ...] = (
@@ -63,6 +68,19 @@ WINDOWS = (
 )
 SPEEDS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 REQUEST, SESSIONS = "3", "7"
+ADVICE = {
+    " STUCK, ": "Stuck (4) shows them, by the step they are in and whom they wait for.",
+    "not joined": (
+        "Their other half was not found. Is the other engine instrumented, on this host or where this daemon "
+        "reads, with the same KVSCOPE_DIR? Was it restarted, so that its requests ended with it? "
+        "Engines (5) shows those that are read."
+    ),
+    "peer not instrumented": (
+        "Start that engine with kvscope too: in its --kv-transfer-config "
+        '"kv_connector_module_path": "kvscope.connectors", or KVSCOPE_ENABLE=1 in its environment.'
+    ),
+}
+"""What to do, by words of a line about what is wrong."""
 
 
 class Start(msgspec.Struct, kw_only=True):
@@ -81,6 +99,21 @@ class Start(msgspec.Struct, kw_only=True):
     speed: float | None = None
     """Begin by playing, at this speed."""
     page: str = "1"
+
+
+class StdoutDriver(LinuxDriver):
+    """Draws to stdout, which is known to be a terminal; Textual draws to stderr, which may go to a file."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._file = sys.__stdout__
+
+
+class Main(Screen[None]):
+    """The screen with the pages."""
+
+    # Nothing looks otherwise with the focus, but Textual would paint the whole screen a second time.
+    focused: Reactive[Widget | None] = Reactive(None, repaint=False)
 
 
 class Top(App[None]):
@@ -108,22 +141,23 @@ class Top(App[None]):
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         # The terminal's own 16 colours, so that it looks right over ssh, in tmux and on any background.
-        super().__init__(ansi_color=True)
+        super().__init__(StdoutDriver, ansi_color=True)
         self.theme = "ansi-dark"
         self._start = start
         self._scope = msgspec.structs.replace(start.scope, at="")
+        self._clock = clock
         self._wall_ns = wall_ns
+        self._present: tuple[int, float] | None = None
+        """Of the last live frame: its time by the daemon's clock, and when it came."""
         self.view = View(start.refresh_s, clock)
         self.view.filters = start.scope.where
-        self.faults: list[str] = []
-        """What pages could not draw, in words."""
+        self.faults: dict[tuple[str, str], str] = {}
+        """What could not be drawn, in words, by page and kind of error."""
         self._box = feed.Mailbox(self._ring)
         self._asker = feed.Asker(start.source, self._box)
-        self._live = (
-            feed.LiveFeed(start.source, self._box, self._asker, start.refresh_s) if start.live else None
-        )
+        self._live = feed.LiveFeed(start.source, self._box, start.refresh_s) if start.live else None
         self._past = feed.HistoryFeed(
-            start.source, self._box, self._asker, start.refresh_s, present=wall_ns if start.live else None
+            start.source, self._box, start.refresh_s, present=self._present_ns if start.live else None
         )
         # Kept, not looked up: a look-up finds what is on the screen on top, such as the help.
         self._header = Bar(id="header", action="problems")
@@ -134,20 +168,23 @@ class Top(App[None]):
         self._filter_input = FilterInput(id="filter")
         self._footer = Bar(id="footer")
         self._shown = start.page
-        self._before: list[tuple[str, tuple[str, ...]]] = []
-        """Pages, and the filters on them, to go back to."""
+        self._before: list[tuple[str, tuple[str, ...], bool]] = []
+        """Pages, and the filters on them, to go back to, and whether a page was chosen by its key there."""
         self._one_more = False
         """Take one frame though paused: another filter was chosen."""
 
     # --- its parts --------------------------------------------------------------------------------
 
+    def get_default_screen(self) -> Main:
+        return Main(id="_default")
+
     def compose(self) -> ComposeResult:
+        yield self._filter_input  # first, so that nothing below it is painted anew when it opens
         yield self._header
         yield self._tabs
         yield self._instead
         with self._space:
             yield from self._pages.values()
-        yield self._filter_input
         yield self._footer
 
     def on_mount(self) -> None:
@@ -194,26 +231,38 @@ class Top(App[None]):
     @on(Rung)
     def _take_mail(self) -> None:
         view = self.view
-        mail = self._box.take(frames=not view.paused or self._one_more)
+        before = view.version, view.state
+        hold = view.paused and not self._one_more
+        mail = self._box.take(frames=not hold, detail=not hold or view.detail is None)
         if mail.frame is not None:
             self._one_more = False
+            trouble = view.trouble
             view.apply(mail.frame)
+            if not mail.came:  # it was held back, and the trouble is newer
+                view.trouble = trouble
+            if mail.frame.live and not view.history:
+                self._present = mail.frame.at_ns, self._clock()
             self._scope_of_frame(mail.frame.at_ns)
-        for name, answer in mail.answers.items():
+            self._asker.frame(mail.generation, mail.frame, at_once=view.history and not view.playing)
+        elif mail.came:
+            view.trouble = None
+        for name, (answer, until_ns) in mail.answers.items():
             if isinstance(answer, str):
                 view.not_told(name, answer)
             else:
-                view.told(name, answer)
-        if mail.detail is not None and mail.detail.id == view.chosen:
-            view.detail = mail.detail
-            view.version += 1
+                view.told(name, answer, until_ns)
+        if mail.detail is not None:
+            view.looked_up(mail.detail)
         if mail.trouble is not None:
             view.trouble = mail.trouble
         if mail.ended:
             view.playing = False
         if mail.notice:
             self.say(mail.notice)
-        self._draw()
+        if (view.version, view.state) != before:
+            self._draw()
+        else:
+            self._draw_bars()
 
     def _scope_of_frame(self, at_ns: int) -> None:
         if self.view.history:
@@ -230,6 +279,12 @@ class Top(App[None]):
 
     def _draw(self) -> None:
         self._draw_bars()
+        try:
+            self._draw_page()
+        except Exception as error:  # a page that stumbles over odd data must not end the program
+            self._fault(error)
+
+    def _draw_page(self) -> None:
         instead = instead_of_page(self.view, self.size.width, self.size.height, self._start.name)
         panel = self._instead
         if panel.display != (instead is not None):
@@ -245,15 +300,17 @@ class Top(App[None]):
             for widget in (self.page, *self.page.query("*")):
                 widget.set_class(self.view.stale, "-stale")
                 widget.refresh()
-        try:
-            self.page.show(self.view)
-        except Exception as error:  # a page that stumbles over odd data must not end the program
-            self._fault(f"the page {self.page.title} can't show this: {feed.unexpected(error)}")
+        self.page.show(self.view)
 
     def _draw_bars(self) -> None:
         width = self.size.width
         view = self.view
-        self._header.show_lines(header_lines(view, width, self._wall_ns()))
+        try:
+            header = header_lines(view, width, self._wall_ns(), self.page.questions)
+        except Exception as error:
+            header = [[(" what is wrong can't be shown", "bad")]]
+            self._fault(error)
+        self._header.show_lines(header)
         line, targets = tab_line([(page.key, page.title) for page in PAGES], self._shown, width)
         self._tabs.show_lines([line], targets)
         keys = [(key, label, "") for key, label in self.page.hints]
@@ -265,10 +322,16 @@ class Top(App[None]):
         line, targets = key_line(keys, width)
         self._footer.show_lines([line], targets)
 
-    def _fault(self, text: str) -> None:
-        if text not in self.faults:
-            self.faults.append(text)
+    def _fault(self, error: Exception) -> None:
+        key = (self.page.title, type(error).__name__)
+        if key not in self.faults:
+            text = f"the page {self.page.title} can't show this: {feed.unexpected(error)}"
+            self.faults[key] = text
             self.say(text, wrong=True)
+
+    @on(Stumbled)
+    def _stumbled(self, message: Stumbled) -> None:
+        self._fault(message.error)
 
     def say(self, text: str, wrong: bool = False) -> None:
         """One line for a few seconds."""
@@ -282,6 +345,7 @@ class Top(App[None]):
     def _show_page(self, key: str) -> None:
         self._pages[self._shown].display = False
         self._shown = key
+        self._filter_input.display = False
         page = self._pages[key]
         page.display = True
         self._want()
@@ -291,29 +355,32 @@ class Top(App[None]):
     def _want(self) -> None:
         self._asker.want(self.page.questions, self.view.chosen if self._shown == REQUEST else None)
 
-    def action_page(self, key: str) -> None:
+    def action_page(self, key: str, by_key: bool = True) -> None:
         if key != self._shown:
             if key == REQUEST and self.view.chosen is None and (found := self.page.chosen_request()):
                 self._choose(found)
-            self._remember()
+            self._remember(by_key)
             self._show_page(key)
 
     def action_next_page(self, by: int) -> None:
+        if self._filter_input.display or len(self.screen_stack) > 1:
+            return  # it belongs to what is typed there
         keys = [page.key for page in PAGES]
         self.action_page(keys[(keys.index(self._shown) + by) % len(keys)])
 
     def action_leave(self) -> None:
         if self._before:
-            page, filters = self._before.pop()
+            page, filters, _ = self._before.pop()
             self._filter(filters)
             if page != self._shown:
                 self._show_page(page)
         else:
             self._filter(())
 
-    def _remember(self) -> None:
-        """What `escape` goes back to."""
-        self._before = [*self._before[-19:], (self._shown, self.view.filters)]
+    def _remember(self, by_key: bool = False) -> None:
+        """What `escape` goes back to: of pages chosen by their keys, one after the other, the first."""
+        if not (by_key and self._before and self._before[-1][2]):
+            self._before = [*self._before[-19:], (self._shown, self.view.filters, by_key)]
 
     @on(GoTo)
     def _go_to(self, message: GoTo) -> None:
@@ -323,7 +390,7 @@ class Top(App[None]):
     @on(OpenRequest)
     def _open_request(self, message: OpenRequest) -> None:
         self._choose(message.request_id)
-        self.action_page(REQUEST)
+        self.action_page(REQUEST, by_key=False)
 
     def _choose(self, request_id: str) -> None:
         if request_id != self.view.chosen:
@@ -334,7 +401,7 @@ class Top(App[None]):
     @on(OpenSession)
     def _open_session(self, message: OpenSession) -> None:
         self.view.session = message.session
-        self.action_page(SESSIONS)
+        self.action_page(SESSIONS, by_key=False)
 
     # --- the filter -------------------------------------------------------------------------------
 
@@ -407,6 +474,13 @@ class Top(App[None]):
         self.view.wanted_ns = at_ns
         self._past.show(scope, at_ns, begin)
 
+    def _present_ns(self) -> int:
+        """Now, by the daemon's clock where a live frame has told it."""
+        if self._present is None:
+            return self._wall_ns()
+        at_ns, came = self._present
+        return at_ns + round((self._clock() - came) * 1e9)
+
     def action_time(self, windows: float) -> None:
         frame = self.view.frame
         if frame is None:
@@ -419,7 +493,7 @@ class Top(App[None]):
             return
         if self._past.at_ns is None:
             return
-        if self._live is not None and self._past.at_ns + by_ns >= self._wall_ns():
+        if self._live is not None and self._past.at_ns + by_ns >= self._present_ns():
             self.action_live()
             return
         self._past.step(by_ns)
@@ -536,16 +610,14 @@ def problem_lines(view: View, cells: int) -> list[Line]:
     import textwrap
 
     findings = view.frame.findings if view.frame else []
-    found = {printable(finding.text): finding for finding in findings}
+    advised = {printable(finding.text): printable(finding.advice) for finding in findings}
     lines: list[Line] = [[("What is wrong", "title")], []]
     trouble: Trouble | None = view.trouble
     for text in [*([printable(trouble.text)] if trouble else []), *wrong_with(view)]:
         first, *rest = textwrap.wrap(text, max(20, cells - 5)) or [""]
         lines += [[(" ! ", "bad"), (first, "strong")], *([("   " + line, "strong")] for line in rest)]
-        if (finding := found.get(text)) is not None and finding.advice:
-            lines += [
-                [("   " + line, "")] for line in textwrap.wrap(printable(finding.advice), max(20, cells - 5))
-            ]
+        advice = advised.get(text) or next((ADVICE[words] for words in ADVICE if words in text), "")
+        lines += [[("   " + line, "")] for line in textwrap.wrap(advice, max(20, cells - 5))]
     if len(lines) == 2:
         lines.append([(" nothing is lost, missing or broken", "")])
     return [*lines, [], [(" esc closes", "dim")]]

@@ -12,6 +12,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.message import Message
+from textual.reactive import Reactive
 from textual.screen import ModalScreen
 from textual.strip import Strip
 from textual.widget import Widget
@@ -23,7 +24,7 @@ from kvscope.text import printable
 from kvscope.tui.header import Target
 from kvscope.tui.lines import Line, Palette, segments
 from kvscope.tui.page import LinesView
-from kvscope.tui.table import colours
+from kvscope.tui.scrolled import colours
 
 
 class Bar(Widget):
@@ -129,6 +130,7 @@ class TextScreen(ModalScreen[None]):
         Binding("escape,q,question_mark,exclamation_mark,enter", "dismiss", "close", show=False),
         Binding("ctrl+c", "app.quit", "quit", show=False),
     ]
+    focused: Reactive[Widget | None] = Reactive(None, repaint=False)
 
     def __init__(self, draw: Callable[[int], Sequence[Line]]) -> None:
         super().__init__()

@@ -45,14 +45,18 @@ class StreamSource(Source, Protocol):
     """A daemon."""
 
     def stream(self, scope: Scope, refresh_s: float) -> Iterator[Frame]: ...
+    def end_streams(self) -> None: ...
 
 
 class Mail(msgspec.Struct):
     """What came since the mailbox was emptied."""
 
+    generation: int = 0
     frame: Frame | None = None
-    answers: dict[str, Answer | str] = {}
-    """By question; a text is why it could not be answered."""
+    came: bool = False
+    """A frame came after any trouble; in a pause it is held back."""
+    answers: dict[str, tuple[Answer | str, int]] = {}
+    """By question, with the end of its window; a text is why it could not be answered."""
     detail: Detail | None = None
     trouble: Trouble | None = None
     notice: str = ""
@@ -86,7 +90,7 @@ class Mailbox:
         generation: int,
         *,
         frame: Frame | None = None,
-        answers: Mapping[str, Answer | str] | None = None,
+        answers: Mapping[str, tuple[Answer | str, int]] | None = None,
         detail: Detail | None = None,
         trouble: Trouble | None = None,
         notice: str = "",
@@ -99,27 +103,32 @@ class Mailbox:
             if frame is not None:
                 mail.frame = merged(mail.frame, frame) if mail.frame is not None else frame
                 mail.trouble = None
+                mail.came = True
             mail.answers.update(answers or {})
             mail.detail = detail or mail.detail
-            mail.trouble = trouble or mail.trouble
+            if trouble is not None:
+                mail.trouble, mail.came = trouble, False
             mail.notice = notice or mail.notice
             mail.ended = ended or mail.ended
             ring, self._rung = not self._rung, True
         if ring:
             self._bell()
 
-    def take(self, frames: bool = True) -> Mail:
-        """Empty it; without `frames` those stay, and newer ones are added to them."""
+    def take(self, frames: bool = True, detail: bool = True) -> Mail:
+        """Empty it; without `frames` those stay, and newer ones are added to them; `detail` likewise."""
         with self._lock:
             mail, self._mail = self._mail, Mail()
+            mail.generation = self._generation
             if not frames:
                 self._mail.frame, mail.frame = mail.frame, None
+            if not detail:
+                self._mail.detail, mail.detail = mail.detail, None
             self._rung = False
             return mail
 
 
 class Asker:
-    """One thread that asks what frames do not hold, for the window of the newest frame.
+    """One thread that asks what frames do not hold, for the window of the frame that is shown.
 
     Each question is asked again with every frame that has new figures, but never more than a fifth of the
     time.
@@ -135,6 +144,8 @@ class Asker:
         self._detail = ""
         self._work = 0
         """Grows with every frame and every wish."""
+        self._urgent = 0
+        """Grows with what need not wait."""
         self._stopped = False
         self._settled: tuple[str, int] | None = None
         """Detail of a request that is over, and the generation: it will not change."""
@@ -152,13 +163,14 @@ class Asker:
             self._thread.join(CLOSE_S)
         return not self._thread.is_alive()
 
-    def frame(self, generation: int, frame: Frame) -> None:
-        """A frame came: ask for its window."""
+    def frame(self, generation: int, frame: Frame, at_once: bool = False) -> None:
+        """A frame is shown: ask for its window; `at_once` where the user has chosen its time."""
         with self._changed:
             # Of the frame only the window is needed; its requests would keep memory.
             bare = msgspec.structs.replace(frame, in_flight=[], recent=[], gone=[], samples=[], engines=[])
             self._of = (generation, bare)
             self._work += 1
+            self._urgent += at_once
             self._changed.notify_all()
 
     def want(self, questions: Sequence[str], detail: str | None) -> None:
@@ -169,6 +181,7 @@ class Asker:
                 self._questions, self._detail = wishes
                 self._settled = None
                 self._work += 1
+                self._urgent += 1
                 self._changed.notify_all()
 
     def _run(self) -> None:
@@ -179,22 +192,21 @@ class Asker:
                 self._changed.wait_for(lambda: self._stopped or self._work != done)  # noqa: B023
                 if self._stopped:
                     return
-                done = self._work
+                done, urgent = self._work, self._urgent
                 of, questions, detail = self._of, self._questions, self._detail
             began = self._clock()
             if of is not None:
                 window = (of[0], figures_at_ns(of[1]), questions)
                 for name in questions if window != asked else ():
-                    self._box.put(of[0], answers={name: self._answer(name, of[1])})
+                    self._box.put(of[0], answers={name: (self._answer(name, of[1]), window[1])})
                 asked = window
             if detail and of is not None and self._settled != (detail, of[0]):
                 self._box.put(of[0], detail=self._look_up(detail, of[0]))
             pause = 4 * (self._clock() - began)
             with self._changed:
-                # A new wish need not wait, a new frame must.
-                wishes = (questions, detail)
+                # What the user wishes need not wait, a new frame must.
                 self._changed.wait_for(
-                    lambda: self._stopped or (self._questions, self._detail) != wishes,  # noqa: B023
+                    lambda: self._stopped or self._urgent != urgent,  # noqa: B023
                     timeout=min(pause, 60.0),
                 )
 
@@ -222,20 +234,18 @@ class Asker:
 class LiveFeed:
     """Reads a daemon's stream of frames, and again when that breaks.
 
-    Each scope has a thread of its own; an earlier one ends with its next frame.
+    Each scope has a thread of its own; the streams of earlier ones are ended.
     """
 
     def __init__(
         self,
         source: StreamSource,
         box: Mailbox,
-        asker: Asker,
         refresh_s: float,
         back_off_s: Sequence[float] = BACK_OFF_S,
     ) -> None:
         self._source = source
         self._box = box
-        self._asker = asker
         self._refresh_s = refresh_s
         self._back_off_s = back_off_s
         self._stop: threading.Event | None = None
@@ -258,6 +268,7 @@ class LiveFeed:
         """No more frames."""
         if self._stop is not None:
             self._stop.set()
+            self._source.end_streams()
         self._stop = None
 
     def close(self) -> bool:
@@ -279,7 +290,6 @@ class LiveFeed:
                         return  # and the stream is closed with its generator
                     came, attempt = True, 0
                     self._box.put(generation, frame=frame)
-                    self._asker.frame(generation, frame)
                 if not came:
                     raise KvscopeError("the daemon ended the stream before its first frame; see its log")
             except Exception as error:
@@ -302,7 +312,6 @@ class HistoryFeed:
         self,
         source: Source,
         box: Mailbox,
-        asker: Asker,
         refresh_s: float,
         *,
         present: Callable[[], int] | None = None,
@@ -311,7 +320,6 @@ class HistoryFeed:
     ) -> None:
         self._source = source
         self._box = box
-        self._asker = asker
         self._refresh_s = refresh_s
         self._present = present
         self._clock = clock
@@ -467,7 +475,6 @@ class HistoryFeed:
             if generation == self._generation and (self._at_ns is None or worst):
                 self._at_ns = frame.at_ns
         self._box.put(generation, frame=frame)
-        self._asker.frame(generation, frame)
 
     def _ask_extent(self) -> tuple[int, int] | None:
         last = "max(arrived_at_ns + coalesce(ttft_ns, 0) + coalesce(decode_generate_ns, 0)) + 1"

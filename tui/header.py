@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvscope import steps
 from kvscope.text import printable, span, utc
 from kvscope.tui.lines import Line, fit, width
 from kvscope.tui.view import State, View
+from kvscope.tui.wrong import wrong_requests
 
 BADGE = {
     State.CONNECTING: "warn",
@@ -34,12 +34,12 @@ class Target(NamedTuple):
     action: str
 
 
-def header_lines(view: View, cells: int, wall_ns: int = 0) -> list[Line]:
-    """Two lines: what is shown, and what is wrong with it."""
-    return [_shown(view, cells, wall_ns), _wrong(view, cells)]
+def header_lines(view: View, cells: int, wall_ns: int = 0, questions: Sequence[str] = ()) -> list[Line]:
+    """Two lines: what is shown, and what is wrong with it; `questions` are those that the page asks."""
+    return [_shown(view, cells, wall_ns, questions), _wrong(view, cells)]
 
 
-def _shown(view: View, cells: int, wall_ns: int) -> Line:
+def _shown(view: View, cells: int, wall_ns: int, questions: Sequence[str]) -> Line:
     state = view.state
     line: Line = [(" ", ""), (f" {state.value} ", f"{BADGE[state]} key")]
     parts: list[tuple[str, str]] = []
@@ -60,19 +60,35 @@ def _shown(view: View, cells: int, wall_ns: int) -> Line:
         parts.append((f"{window} to {_clock(to, wall_ns)}{coming} {run}", "strong"))
     else:
         parts.append((f"{window} to {_clock(view.until_ns, wall_ns)}", ""))
+        if behind := view.behind_s:
+            parts.append((f"figures {behind:.0f} s old", "warn"))
+    if view.filters:
+        parts.append((f"where {printable(' '.join(view.filters))}", "strong"))
     if view.pending and not view.trouble:
         parts.insert(0, ("one moment …", "warn"))
     elif view.advice == "requests":
         parts.append(("no request in this time", "warn"))
     elif view.advice == "filter":
         parts.append(("no request fits the filter", "warn"))
-    if view.filters:
-        parts.append((f"where {printable(' '.join(view.filters))}", "strong"))
+    if (old_ns := view.old_since_ns(questions)) is not None:
+        parts.append((f"some figures as of {_clock(old_ns, wall_ns)}, asking …", "warn"))
+    for name in questions:
+        if (error := view.unanswered(name)) and view.answer(name) is not None:
+            parts.append((f"{name} as before: {printable(error)}", "warn"))
     if frame.label or len(frame.labels) > 1:
         parts.append((f"label {printable(frame.label) or 'production'}", ""))
     error_ms = view.total.get("clock_error_ms")
     if isinstance(error_ms, int | float) and error_ms >= 0.001:
         parts.append((f"clocks ±{span(round(error_ms * 1e6))}", ""))
+    shown = _fitted(line, parts, cells)
+    if view.filters and not any(text.startswith("where ") for text, _ in shown):
+        shown = _fitted([line[0], (f" {state.value} F ", line[1][1])], parts, cells)
+    return shown
+
+
+def _fitted(line: Line, parts: Sequence[tuple[str, str]], cells: int) -> Line:
+    """With as many of the parts as there is room for."""
+    line = [*line]
     for text, style in parts:
         left = cells - width(line) - 2
         if left < 12:
@@ -82,13 +98,11 @@ def _shown(view: View, cells: int, wall_ns: int) -> Line:
 
 
 def wrong_with(view: View) -> list[str]:
-    """All that is wrong, in words, the gravest first: what is lost or missing, then what was found."""
-    total = view.total
+    """All that is wrong, in words, the gravest first: what is lost or missing, requests that are stuck or
+    went wrong, then what was found."""
     lines = [printable(problem) for problem in view.problems]
-    if count := _count(total, "peer_not_instrumented"):
-        lines.append(f"PEER NOT INSTRUMENTED: {count} requests of this time have one side only")
-    if count := _count(total, "not_joined"):
-        lines.append(f"NOT JOINED: {count} requests of this time whose other side was not found")
+    requests = wrong_requests(view.frame, view.in_flight, view.now_ns)
+    lines += [text for text, style in requests if style != "dim"]
     if view.frame is not None:
         lines += [printable(finding.text) for finding in view.frame.findings]
     return lines
@@ -214,16 +228,6 @@ def instead_of_page(view: View, cells: int, height: int, source: str) -> list[Li
     return lines
 
 
-def legend() -> Line:
-    """Which pattern, letter and colour is which class."""
-    from kvscope.tui.lines import LETTER, PATTERN
-
-    line: Line = []
-    for class_ in steps.CLASSES:
-        line += [(PATTERN[class_] * 2, class_), (f" {LETTER[class_]} {class_}  ", "")]
-    return line
-
-
 def span_short(ns: int) -> str:
     """A window as it is written on the command line: `5m`."""
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
@@ -236,11 +240,6 @@ def _clock(ns: int, wall_ns: int) -> str:
     """A moment; with its date where that is not today's."""
     with_date = abs(wall_ns - ns) > 20 * 3600 * 10**9
     return utc(ns, date=with_date).partition(".")[0] + " UTC"
-
-
-def _count(total: dict[str, object], name: str) -> int:
-    value = total.get(name)
-    return int(value) if isinstance(value, int | float) else 0
 
 
 def _wrapped(text: str, cells: int) -> list[str]:

@@ -35,7 +35,7 @@ class Key(NamedTuple):
 KEYS = (
     Key("slash", "/", "filter", "Filter requests", "filter requests, on every page", "filter"),
     Key("question_mark", "?", "help", "Help", "this help", "help"),
-    Key("escape", "esc", "leave", "", "close, go back, clear the filter"),
+    Key("escape", "esc", "leave", "", "close, or go back; then clear the filter"),
     Key("exclamation_mark", "!", "problems", "What is wrong", "all that is lost, missing or found", "wrong"),
     Key("tab", "tab", "next_page(1)", "", "next page; shift+tab the one before"),
     Key("p", "p", "pause", "Pause or go on", "pause; the figures stay as they are", "pause"),
@@ -86,6 +86,7 @@ def help_lines(pages: Sequence[tuple[str, str, str]], cells: int) -> list[Line]:
     lines += _paragraph(
         'column=value, or != > >= < <=, or ~ for "contains": connector=push  ttft_ns>300ms  '
         "outcome!=finished  p_engine~prefill  client_id~abc. All must hold; they apply to every page. "
+        "An F beside the state: there are filters, but no room to show them. "
         "Columns are those of `kvscope query 'DESCRIBE waits'`.",
         cells,
     )

@@ -13,6 +13,7 @@ from rich.segment import Segment
 from rich.style import Style
 
 from kvscope import steps
+from kvscope.text import printable
 
 Span = tuple[str, str]
 Line = list[Span]
@@ -87,9 +88,9 @@ class Palette:
 
 
 def segments(line: Line, palette: Palette, base: str = "") -> list[Segment]:
-    """For the terminal; `base` is a style under all of it."""
-    under = palette[base]
-    return [Segment(text, under + palette[style]) for text, style in line if text]
+    """For the terminal, which no text of others can drive; `base` is a style under all of it."""
+    under = f"{base} " if base else ""
+    return [Segment(printable(text), palette[under + style]) for text, style in line if text]
 
 
 def plain(line: Line) -> str:

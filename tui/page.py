@@ -9,19 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, cast
 
-from textual import events
 from textual.binding import Binding, BindingType
 from textual.geometry import Size
 from textual.message import Message
-from textual.scroll_view import ScrollView
+from textual.reactive import Reactive
 from textual.strip import Strip
 from textual.widget import Widget
 
-from kvscope.tui.lines import Line, Palette, segments
-from kvscope.tui.table import LiveTable, colours
+from kvscope.tui.lines import Line, fit, segments
+from kvscope.tui.scrolled import Scrolled
+from kvscope.tui.table import LiveTable
 from kvscope.tui.view import View
-
-__all__ = ["FilterBy", "GoTo", "LinesView", "OpenRequest", "OpenSession", "Page", "colours"]
 
 
 class OpenRequest(Message):
@@ -75,6 +73,13 @@ class Page(Widget):
     """Keys of its own and what they do, for the footer and the help: `(("enter", "open"),)`."""
 
     DEFAULT_CSS = "Page { width: 1fr; height: 1fr; layout: vertical; }"
+    # It does not scroll: what its size means for that is no reason to paint it a second time.
+    virtual_size: Reactive[Size] = Reactive(Size(0, 0), repaint=False)
+
+    @property
+    def room(self) -> Size:
+        """What there is of the screen for it, also before it is laid out."""
+        return self.parent.size if isinstance(self.parent, Widget) else self.size
 
     def show(self, view: View) -> None:
         """Draw `view`; called when it changed while this page is in sight, and when it comes into sight."""
@@ -93,22 +98,15 @@ class Page(Widget):
         return next(iter(self.query(LiveTable)), None)
 
     def came_into_sight(self) -> None:
-        """Take the focus; by default the first table or view does."""
-        for widget in self.query("*"):
-            if widget.focusable:
-                widget.focus()
-                return
+        """Take the focus: the table, else the first view."""
+        first = self.table() or next((one for one in self.query(Scrolled) if one.focusable), None)
+        if first is not None:
+            self.screen.set_focus(first, scroll_visible=False)
 
 
-class LinesView(ScrollView, can_focus=True, inherit_bindings=False):
+class LinesView(Scrolled, can_focus=True, inherit_bindings=False):
     """Lines of styled text, scrolled up and down; drawn anew for each width."""
 
-    DEFAULT_CSS = """
-    LinesView {
-        height: 1fr; width: 1fr; overflow-x: hidden; overflow-y: auto;
-        scrollbar-size-vertical: 1; scrollbar-gutter: stable;
-    }
-    """
     # Not those of ScrollView: left and right belong to time.
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "scroll_up", "up", show=False),
@@ -123,42 +121,28 @@ class LinesView(ScrollView, can_focus=True, inherit_bindings=False):
         super().__init__(id=id, classes=classes)
         self._draw: Callable[[int], Sequence[Line]] = lambda width: ()
         self._lines: Sequence[Line] = ()
-        self._width = 0
-        self._palette: Palette | None = None
 
     def draw(self, draw: Callable[[int], Sequence[Line]]) -> None:
         """Show what `draw(width)` makes; it is called again when the width changes."""
         self._draw = draw
-        self._redraw()
+        self.remake()
 
     @property
     def lines(self) -> Sequence[Line]:
         """What is drawn, also out of sight."""
         return self._lines
 
-    def on_resize(self, event: events.Resize) -> None:
-        if self._width != self._inner_width():
-            self._redraw()
+    def make(self) -> int | None:
+        before = self._lines
+        self._lines = self._draw(self.cells) if self.cells else ()
+        return None if self._lines == before else len(self._lines)
 
-    def _inner_width(self) -> int:
-        return int(self.scrollable_content_region.width)
-
-    def _redraw(self) -> None:
-        if not self.is_mounted:
-            return
-        self._width = self._inner_width()
-        self._lines = self._draw(self._width) if self._width > 0 else ()
-        self.virtual_size = Size(self._width, len(self._lines))
-        self.refresh()
-
-    def on_mount(self) -> None:
-        self._redraw()
+    def make_excuse(self, text: str) -> int:
+        self._lines = [[(fit(text, self.cells).rstrip(), "bad")]]
+        return 1
 
     def render_line(self, y: int) -> Strip:
-        if self._palette is None:
-            self._palette = colours(self)
         at = int(self.scroll_offset.y) + y
-        width = self.size.width
         line = self._lines[at] if at < len(self._lines) else cast(Line, [])
         base = "dim" if self.has_class("-stale") else ""
-        return Strip(segments(line, self._palette, base)).adjust_cell_length(width)
+        return Strip(segments(line, self.palette, base)).adjust_cell_length(self.size.width)

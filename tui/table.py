@@ -6,7 +6,6 @@ sorts a list and draws the lines that are in sight.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
@@ -14,14 +13,13 @@ from typing import Any, ClassVar, Generic, TypeVar
 from rich.cells import cell_len
 from textual import events
 from textual.binding import Binding, BindingType
-from textual.geometry import Size
+from textual.geometry import Region
 from textual.message import Message
-from textual.scroll_view import ScrollView
 from textual.strip import Strip
-from textual.widget import Widget
 
 from kvscope.text import printable
-from kvscope.tui.lines import Line, Palette, fit, segments, width
+from kvscope.tui.lines import Line, fit, segments, width
+from kvscope.tui.scrolled import Scrolled
 
 RowT = TypeVar("RowT")
 
@@ -51,25 +49,20 @@ class Column(Generic[RowT]):
     """0 never drops out; where the screen is too narrow, the greatest drops first."""
 
 
-class LiveTable(ScrollView, Generic[RowT], can_focus=True, inherit_bindings=False):
+class LiveTable(Scrolled, Generic[RowT], can_focus=True, inherit_bindings=False):
     """Rows under a header, sorted, with a cursor.
 
     Until the cursor is moved it stays on the top row, whichever that is (the slowest, say). From then on it
     stays on its row, and on its place on the screen when rows move; when the row vanishes, the cursor goes to
-    the row that took its place. `home` ties it to the top again.
+    the row that took its place. `home` ties it to the top again, and so does another order.
 
     Args:
         columns: from left to right.
         key: a row's identity.
         sort: name of the column to sort by first; none keeps the order of `set_rows`.
+        sorted_anew: called when the user has chosen another order.
     """
 
-    DEFAULT_CSS = """
-    LiveTable {
-        height: 1fr; width: 1fr; overflow-x: hidden; overflow-y: auto;
-        scrollbar-size-vertical: 1; scrollbar-gutter: stable;
-    }
-    """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "move(-1)", "up", show=False),
         Binding("down,j", "move(1)", "down", show=False),
@@ -104,19 +97,6 @@ class LiveTable(ScrollView, Generic[RowT], can_focus=True, inherit_bindings=Fals
         def control(self) -> LiveTable[Any]:
             return self.table
 
-    class Sorted(Message):
-        """The user chose another order."""
-
-        def __init__(self, table: LiveTable[Any], name: str, descending: bool) -> None:
-            super().__init__()
-            self.table = table
-            self.name = name
-            self.descending = descending
-
-        @property
-        def control(self) -> LiveTable[Any]:
-            return self.table
-
     def __init__(
         self,
         columns: Sequence[Column[RowT]],
@@ -125,6 +105,7 @@ class LiveTable(ScrollView, Generic[RowT], can_focus=True, inherit_bindings=Fals
         sort: str = "",
         descending: bool | None = None,
         row_style: Callable[[RowT], str] | None = None,
+        sorted_anew: Callable[[], None] | None = None,
         id: str | None = None,
     ) -> None:
         super().__init__(id=id)
@@ -132,6 +113,7 @@ class LiveTable(ScrollView, Generic[RowT], can_focus=True, inherit_bindings=Fals
         self._by_name = {column.name: column for column in columns}
         self._key = key
         self._row_style = row_style
+        self._sorted_anew = sorted_anew
         self._rows: list[RowT] = []
         self._given: Sequence[RowT] = ()
         self._sort = sort if sort in self._by_name else ""
@@ -140,8 +122,8 @@ class LiveTable(ScrollView, Generic[RowT], can_focus=True, inherit_bindings=Fals
         self._cursor = 0
         self._cursor_key: Hashable | None = None
         self._at_top = True
-        self._layout: tuple[int, list[tuple[Column[RowT], int, int]]] = (-1, [])
-        self._palette: Palette | None = None
+        self._laid_out: list[tuple[Column[RowT], int, int]] = []
+        """Columns that have room, each with where it starts and its cells."""
 
     # --- what it holds ---------------------------------------------------------------------------
 
@@ -168,7 +150,7 @@ class LiveTable(ScrollView, Generic[RowT], can_focus=True, inherit_bindings=Fals
     @property
     def shown_columns(self) -> list[str]:
         """Names of the columns that have room."""
-        return [column.name for column, _, _ in self._laid_out()]
+        return [column.name for column, _, _ in self._laid_out]
 
     def set_rows(self, rows: Sequence[RowT]) -> None:
         """Show these rows instead; the cursor and the place on the screen stay."""
@@ -182,12 +164,14 @@ class LiveTable(ScrollView, Generic[RowT], can_focus=True, inherit_bindings=Fals
             return
         self._sort = name
         self._descending = column.descending if descending is None else descending
+        self._at_top = True
         self._rearrange()
-        self.post_message(self.Sorted(self, self._sort, self._descending))
+        if self._sorted_anew is not None:
+            self._sorted_anew()
 
     def sort_next(self, by: int = 1) -> None:
         """Sort by the next column in sight that can be sorted by."""
-        names = [column.name for column, _, _ in self._laid_out() if column.sort is not None]
+        names = [column.name for column, _, _ in self._laid_out if column.sort is not None]
         if not names:
             return
         at = names.index(self._sort) + by if self._sort in names else 0
@@ -211,7 +195,11 @@ class LiveTable(ScrollView, Generic[RowT], can_focus=True, inherit_bindings=Fals
     def _rearrange(self) -> None:
         before = self._cursor
         was = self._cursor_key
-        self._rows = self._in_order(self._given)
+        try:
+            self._rows = self._in_order(self._given)
+        except Exception as error:  # values that can't be compared: the order they came in
+            self.stumble(error)
+            self._rows = list(self._given)
         at: int | None = 0
         if not self._at_top:
             at = self._find(was) if was is not None else None
@@ -219,10 +207,8 @@ class LiveTable(ScrollView, Generic[RowT], can_focus=True, inherit_bindings=Fals
                 at = before
         self._cursor = max(0, min(at or 0, len(self._rows) - 1))
         self._cursor_key = self._key(self._rows[self._cursor]) if self._rows else None
-        self.virtual_size = Size(self.size.width, len(self._rows) + 1)
-        if self.is_mounted:
-            self._keep_place(before)
-        self.refresh()
+        self.remake()
+        self._keep_place(before)
         if self._cursor_key != was:
             self.post_message(self.Highlighted(self, self.cursor_row))
 
@@ -258,7 +244,7 @@ class LiveTable(ScrollView, Generic[RowT], can_focus=True, inherit_bindings=Fals
     def _put_cursor(self, at: int, at_top: bool = False) -> None:
         self._at_top = at_top
         at = max(0, min(at, len(self._rows) - 1))
-        was = self._cursor_key
+        was, was_at = self._cursor_key, self._cursor
         self._cursor = at
         self._cursor_key = self._key(self._rows[at]) if self._rows else None
         top = int(self.scroll_offset.y)
@@ -268,7 +254,9 @@ class LiveTable(ScrollView, Generic[RowT], can_focus=True, inherit_bindings=Fals
             top = at - self._page_rows() + 1
         if top != int(self.scroll_offset.y):
             self.scroll_to(y=top, animate=False, force=True)
-        self.refresh()
+        for line in (was_at - top + 1, at - top + 1):
+            if 0 < line < self.size.height:
+                self.refresh(Region(0, line, self.size.width, 1))
         if self._cursor_key != was:
             self.post_message(self.Highlighted(self, self.cursor_row))
 
@@ -300,7 +288,7 @@ class LiveTable(ScrollView, Generic[RowT], can_focus=True, inherit_bindings=Fals
                 self.action_open()
 
     def _click_header(self, x: int) -> None:
-        for column, start, cells in self._laid_out():
+        for column, start, cells in self._laid_out:
             if start <= x < start + cells + _GAP and column.sort is not None:
                 if column.name == self._sort:
                     self.sort_reverse()
@@ -310,26 +298,15 @@ class LiveTable(ScrollView, Generic[RowT], can_focus=True, inherit_bindings=Fals
 
     # --- drawing --------------------------------------------------------------------------------
 
-    def on_mount(self) -> None:
-        self._rearrange()
+    def make(self) -> int:
+        self._laid_out = lay_out(self._columns, self.cells)
+        return len(self._rows) + 1
 
     def on_resize(self, event: events.Resize) -> None:
-        self.virtual_size = Size(self.size.width, len(self._rows) + 1)
-        top = int(self.scroll_offset.y)
-        if self._cursor >= top + self._page_rows():
+        if self._cursor >= int(self.scroll_offset.y) + self._page_rows():
             self.scroll_to(y=self._cursor - self._page_rows() + 1, animate=False, force=True)
-        self.refresh()
-
-    def _laid_out(self) -> list[tuple[Column[RowT], int, int]]:
-        """Columns that have room, each with where it starts and its cells."""
-        room = int(self.scrollable_content_region.width)
-        if self._layout[0] != room:
-            self._layout = (room, lay_out(self._columns, room))
-        return self._layout[1]
 
     def render_line(self, y: int) -> Strip:
-        if self._palette is None:
-            self._palette = colours(self)
         if y == 0:
             line, base = self._header(), "head"
         else:
@@ -338,20 +315,22 @@ class LiveTable(ScrollView, Generic[RowT], can_focus=True, inherit_bindings=Fals
                 line, base = [], ""
             else:
                 row = self._rows[at]
-                base = self._row_style(row) if self._row_style else ""
+                try:
+                    line, base = self._row(row), self._row_style(row) if self._row_style else ""
+                except Exception as error:
+                    line, base = [(fit(self.stumble(error), self.cells), "")], "bad"
                 if at == self._cursor:
                     base = f"{base} cursor".strip()
-                line = self._row(row)
         if self.has_class("-stale"):
             base = f"{base} dim"
-        strip = Strip(segments(line, self._palette, base))
-        return strip.extend_cell_length(self.size.width, self._palette[base]).adjust_cell_length(
+        strip = Strip(segments(line, self.palette, base))
+        return strip.extend_cell_length(self.size.width, self.palette[base]).adjust_cell_length(
             self.size.width
         )
 
     def _header(self) -> Line:
         line: Line = []
-        for column, _, cells in self._laid_out():
+        for column, _, cells in self._laid_out:
             title = column.title
             if column.name == self._sort:
                 arrow = "↓" if self._descending else "↑"
@@ -361,7 +340,7 @@ class LiveTable(ScrollView, Generic[RowT], can_focus=True, inherit_bindings=Fals
 
     def _row(self, row: RowT) -> Line:
         line: Line = []
-        for column, _, cells in self._laid_out():
+        for column, _, cells in self._laid_out:
             made = column.cell(row, cells)
             if isinstance(made, str):
                 line.append((fit(printable(made), cells, column.right), ""))
@@ -419,8 +398,3 @@ def _cut(line: Line, cells: int) -> Line:
         cut.append((text, style))
         cells -= length
     return cut
-
-
-def colours(widget: Widget) -> Palette:
-    """The palette for the widget's terminal: none of colour with NO_COLOR or on a dumb one."""
-    return Palette(colour=not widget.app.no_color and os.environ.get("TERM") != "dumb")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -21,6 +21,8 @@ MAX_IN_FLIGHT = 50_000
 MAX_GONE = MAX_IN_FLIGHT + MAX_RECENT
 STALE_AFTER = 3.0
 """Refreshes without a frame after which figures are stale."""
+OLD_AFTER_S = 5.0
+"""Figures that are so much older than the requests beside them are said to be."""
 
 
 class State(Enum):
@@ -76,6 +78,7 @@ class View:
         self._recent: dict[str, RequestRow] = {}
         self._listed: tuple[int, list[RequestRow], list[RequestRow]] = (-1, [], [])
         self._asked: dict[str, Answer] = {}
+        self._asked_until: dict[str, int] = {}
         self._unanswered: dict[str, str] = {}
         self.version = 0
         """Grows with every change of data: what to compare before sorting or drawing anew."""
@@ -140,6 +143,8 @@ class View:
         frame = self._frame
         if frame is None or self._in_flight or self._recent or frame.recent_total:
             return ""
+        if not frame.engines and not frame.labels:
+            return "engines"
         if self.filters:
             return "filter"
         return "requests" if frame.engines else "engines"
@@ -161,6 +166,14 @@ class View:
     def since_ns(self) -> int:
         """Its start."""
         return self.until_ns - self._frame.window_ns if self._frame else 0
+
+    @property
+    def behind_s(self) -> float:
+        """How much older the figures are than the requests, where that is worth telling; else 0."""
+        if self._frame is None or self.state is not State.LIVE:
+            return 0.0
+        behind = (self.now_ns - self.until_ns) / 1e9
+        return behind if behind > max(OLD_AFTER_S, STALE_AFTER * self.refresh_s) else 0.0
 
     @property
     def in_flight(self) -> list[RequestRow]:
@@ -185,11 +198,20 @@ class View:
     def rows(self, name: str) -> list[dict[str, Any]]:
         """Its rows by column name; none where it has not answered (yet)."""
         answer = self.answer(name)
-        return answer.dicts() if answer else []
+        # A row that is too short or too long is no reason to show none.
+        return [dict(zip(answer.columns, row, strict=False)) for row in answer.rows] if answer else []
 
     def unanswered(self, name: str) -> str:
         """Why that question could not be answered, in one line; empty where it was."""
         return self._unanswered.get(name, "")
+
+    def old_since_ns(self, names: Iterable[str]) -> int | None:
+        """End of the window of the oldest answer to these that is shown, where the figures are of another:
+        in the past any other, else one that is older by more than `OLD_AFTER_S`."""
+        ends = [self._asked_until[name] for name in names if name in self._asked_until]
+        off = max((abs(self.until_ns - end) for end in ends), default=0)
+        standing = self.history and not self.playing
+        return min(ends) if off > (0 if standing else OLD_AFTER_S * 1e9) else None
 
     @property
     def total(self) -> dict[str, Any]:
@@ -235,19 +257,31 @@ class View:
     def forget(self) -> None:
         """Another window or filter was chosen: what is there is not of it, but stays till it comes."""
         self._asked = {}
+        self._asked_until = {}
         self._unanswered = {}
         self.pending = self._frame is not None
         self.version += 1
 
-    def told(self, name: str, answer: Answer) -> None:
-        """A question was answered."""
-        self._asked[name] = answer
-        self._unanswered.pop(name, None)
-        self.version += 1
+    def told(self, name: str, answer: Answer, until_ns: int | None = None) -> None:
+        """A question was answered, for the window that ends then (by default that of the figures)."""
+        self._asked_until[name] = self.until_ns if until_ns is None else until_ns
+        if self._asked.get(name) != answer or name in self._unanswered:
+            self._asked[name] = answer
+            self._unanswered.pop(name, None)
+            self.version += 1
 
     def not_told(self, name: str, error: str) -> None:
         """A question could not be answered; what it answered before stays."""
         self._unanswered[name] = error
+        self.version += 1
+
+    def looked_up(self, detail: Detail) -> None:
+        """A request was looked up. Where that failed, what was found before stays, with what is wrong."""
+        if detail.id != self.chosen:
+            return
+        if detail.answer is None and self.detail is not None and self.detail.id == detail.id:
+            detail = detail._replace(answer=self.detail.answer)
+        self.detail = detail
         self.version += 1
 
     def _lists(self) -> tuple[int, list[RequestRow], list[RequestRow]]:

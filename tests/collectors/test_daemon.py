@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvscope import events
-from kvscope.collectors.daemon import Daemon
-from kvscope.collectors.pipeline import Pipeline
+from kvscope.collectors.daemon import Collector, Daemon
+from kvscope.collectors.pipeline import LiveRequest, Pipeline
+from kvscope.collectors.rings import Rings
+from kvscope.collectors.sampler import Sampler
+from kvscope.collectors.store import Store
 from kvscope.demo.simulate import Fleet
+from kvscope.join import SETTLE_NS
 from kvscope.ring import About, RingWriter
 from kvscope.schema import REQUESTS
 from kvscope.settings import Settings
@@ -78,6 +84,70 @@ def test_collecting_that_fails_is_reported_once_and_goes_on(
     until(lambda: not [text for text in daemon.status()["problems"] if "fault" in text])
     lines = [r.getMessage() for r in caplog.records if "a fault" in r.getMessage()]
     assert lines == ["collecting failed: RuntimeError: a fault of two lines"]
+
+
+def test_samples_that_fail_cost_no_request(
+    tmp_path: Path, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("no interval")
+
+    monkeypatch.setattr(Sampler, "take_rows", fail)
+    fleet = Fleet(tmp_path / "rings", "pull", 4096)
+    fleet.request()
+    until(lambda: daemon.status()["pipeline"]["requests"] == 1)
+    until(lambda: [live["outcome"] for live in daemon.live()] == [])
+    with daemon.cursor() as cursor:
+        assert cursor.execute("SELECT outcome FROM requests").fetchall() == [("finished",)]
+    lines = [r.getMessage() for r in caplog.records if "no interval" in r.getMessage()]
+    assert lines == ["samples were lost (ZeroDivisionError: no interval); such are left out"]
+
+
+def test_a_request_that_is_handed_over_while_it_is_looked_at_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path / "s.duckdb")
+    collector = Collector(Rings(tmp_path / "rings", store), store)
+    fleet = Fleet(tmp_path / "rings", "pull", 4096)
+    fleet.request()
+    collector.step()
+    look = collector.pipeline.look
+
+    def settled_after(*arguments: Any) -> list[LiveRequest]:
+        found = look(*arguments)
+        rows = collector.pipeline.take_rows(time.monotonic_ns() + SETTLE_NS)
+        assert len(rows["requests"]) == 1
+        monkeypatch.setattr(store, "pending", lambda table: rows[table])
+        return found
+
+    monkeypatch.setattr(collector.pipeline, "look", settled_after)
+    looked = collector.look()
+    assert (looked.requests, len(looked.pending)) == ([], 1)
+    collector.rings.close()
+    store.close()
+
+
+def test_requests_that_were_joined_leave_nothing_behind_where_somebody_looks(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s.duckdb")
+    collector = Collector(Rings(tmp_path / "rings", store), store)
+    directory = tmp_path / "rings"
+    p = RingWriter(directory, About("engine-p", events.SCHEDULER), 4096)
+    d = RingWriter(directory, About("engine-d", events.SCHEDULER), 4096)
+    for number in range(3):
+        name = f"chatcmpl-{number}-12345678"
+        d.record(events.REQUEST_ARRIVED, d.text(name), 1, events.FLAG_REMOTE_PREFILL, 100)
+        p.record(events.REQUEST_ARRIVED, p.text(name), 1, events.FLAG_REMOTE_DECODE, 100)
+    while collector.step():
+        pass
+    pipeline = collector.pipeline
+    assert len(collector.look().requests) == 6
+    pipeline.take_rows(time.monotonic_ns(), final=True)
+    assert pipeline.joiner.live() == []
+    assert pipeline._live == {}
+    for ring in (p, d):
+        ring.close()
+    collector.rings.close()
+    store.close()
 
 
 def test_stop_before_start_and_twice(tmp_path: Path) -> None:

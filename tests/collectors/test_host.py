@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 
 from kvscope.collectors import host as host_module
 from kvscope.collectors import unrecorded
-from kvscope.collectors.host import Host
+from kvscope.collectors.host import Host, Thread
 from kvscope.collectors.rings import RingProcess, Rings
 from kvscope.collectors.store import Store
 from kvscope.ring import boot_id
@@ -180,9 +181,9 @@ class TestProcesses:
         store.close()
 
     def test_more_names_than_are_told_go_together_and_the_writer_thread_is_kept(self) -> None:
-        threads = {i: (f"thread{chr(97 + i)}", 100 + i) for i in range(24)}
-        threads[99] = ("nixl-push-write", 5)
-        told = host_module._by_name(threads, {99: ("nixl-push-write", 5)})
+        threads = {i: Thread(f"thread{chr(97 + i)}", 100 + i, 7) for i in range(24)}
+        threads[99] = Thread("nixl-push-write", 5, 1)
+        told = host_module._by_name(threads, {99: threads[99]}, 7.0)
         assert len(told) == host_module.MAX_THREAD_NAMES
         assert told["nixl-push-write"] == 0
         assert told["threadx"] == 123
@@ -190,8 +191,50 @@ class TestProcesses:
         assert sum(told.values()) == sum(100 + i for i in range(24))
 
     def test_threads_of_a_pool_are_told_as_one(self) -> None:
-        threads = {1: ("pt_autograd_0", 3), 2: ("pt_autograd_11", 4), 3: ("ZMQbg/IO/0", 5), 4: ("python3", 6)}
-        assert host_module._by_name(threads, {}) == {"pt_autograd": 7, "ZMQbg/IO": 5, "python3": 6}
+        names = {"pt_autograd_0": 3, "pt_autograd_11": 4, "ZMQbg/IO/0": 5, "python3": 6}
+        threads = {i: Thread(name, ticks, 0) for i, (name, ticks) in enumerate(names.items())}
+        before = {i: thread._replace(ticks=0) for i, thread in threads.items()}
+        told = host_module._by_name(threads, before, 0.0)
+        assert told == {"pt_autograd": 7, "ZMQbg/IO": 5, "python3": 6}
+
+    def test_a_thread_that_was_not_read_before_is_not_charged_its_whole_life(self) -> None:
+        known = Thread("main", 50, 10)
+        threads = {1: known._replace(ticks=53), 2: Thread("old", 9000, 20), 3: Thread("new", 4, 130)}
+        assert host_module._by_name(threads, {1: known}, 100.0) == {"main": 3, "new": 4}
+        assert host_module._by_name(threads, {}, 100.0) == {}, "they could not be read before"
+        again = {1: Thread("main", 2, 150)}
+        assert host_module._by_name(again, {1: known}, 100.0) == {"main": 2}, "its id was used again"
+
+    def test_threads_of_a_real_process_are_read_with_their_beginning(self) -> None:
+        before = host_module._threads(Path("/proc/self"))
+        go_on = threading.Event()
+        thread = threading.Thread(target=go_on.wait, args=(60,))
+        thread.start()
+        after = host_module._threads(Path("/proc/self"))
+        (new,) = after.keys() - before.keys()
+        go_on.set()
+        thread.join()
+        assert after[new].started >= max(one.started for one in before.values())
+        now = time.clock_gettime(time.CLOCK_BOOTTIME) * host_module.TICKS
+        assert now - 6000 < after[new].started <= now + 1
+
+    def test_files_of_an_engine_that_are_no_rings_are_not_asked_for(
+        self, tmp_path: Path, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They may lie on a file system that hangs."""
+        ring = process(tmp_path / "a.ring", 0)
+        ring = ring._replace(pid=start(Child, BURNER, str(ring.path), "x").process.pid)
+        asked: list[str] = []
+        stat = os.stat
+
+        def noted(path: Any, **more: Any) -> os.stat_result:
+            if isinstance(path, str) and "/fd/" in path:
+                asked.append(os.readlink(path))
+            return stat(path, **more)
+
+        monkeypatch.setattr(os, "stat", noted)
+        assert of(read(Host(NOTHING), ring), "process.rss_bytes")
+        assert asked == [str(ring.path)]
 
 
 def _after_burning(host: Host, *processes: RingProcess) -> list[Sample]:

@@ -18,6 +18,7 @@ from kvscope import client, frame, join, query
 from kvscope import events as ev
 from kvscope.collectors import channel, live
 from kvscope.collectors import daemon as daemon_module
+from kvscope.collectors.api import MAX_REFRESH_NS
 from kvscope.collectors.daemon import Daemon
 from kvscope.collectors.live import LiveView, Stream, TooManyViewers
 from kvscope.demo.simulate import Fleet, RecordedEngine, SimulatedEngine, Simulation
@@ -25,6 +26,7 @@ from kvscope.errors import KvscopeError, UsageError
 from kvscope.frame import Frame, RequestRow, Scope
 from kvscope.settings import Settings
 
+from . import collecting
 from .collecting import Served, until
 
 ALL = Scope(window="1h", label="simulated")
@@ -117,7 +119,8 @@ class Bench:
         return _FRAME.decode(stream.next_line())
 
     def whole(self, scope: Scope = ALL) -> Frame:
-        self.seconds += 0.2
+        """A whole frame, when figures may be made anew."""
+        self.seconds += channel.MIN_FIGURES_S
         return self.view.frame(scope)
 
     def step(self) -> None:
@@ -483,11 +486,70 @@ def test_figures_that_fail_are_said_to_be_old(bench: Bench, monkeypatch: pytest.
         return [text for text in bench.next(stream).problems if "FIGURES ARE OLD: too slow" in text]
 
     assert until(told)
+    old_ns = bench.next(stream).figures_at_ns
     with pytest.raises(query.QueryError, match="too slow"):
         bench.whole(ALL)
     monkeypatch.undo()
     until(lambda: not told())
+    assert bench.next(stream).figures_at_ns > old_ns
     stream.close()
+
+
+def test_a_stream_whose_figures_can_not_be_made_anew_goes_on_with_the_old(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.view.feed = channel.Feed(limit=2)
+    fleet = Held(bench.rings, "push", 1 << 14)
+    fleet.request()
+    bench.settle()
+    stream, viewer = bench.view.stream(ALL), Viewer()
+    viewer.apply(bench.next(stream))
+    tried = []
+
+    def fail(*_: object, **__: object) -> Frame:
+        tried.append(1)
+        raise query.QueryError("too slow")
+
+    assert viewer.last is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(frame, "build", fail)
+        for _ in range(4):
+            fleet.request()
+        bench.settle()  # more than the feed holds: all is to be taken anew
+        for _ in range(5):
+            viewer.apply(bench.next(stream))
+            assert viewer.last.problems[0] == "FIGURES ARE OLD: too slow"
+            assert (viewer.wholes, len(viewer.recent)) == (1, 1)
+    assert tried == [1], "and it is not tried again at once"
+    bench.seconds += channel.FIGURES_RETRY_S
+    viewer.apply(bench.next(stream))
+    assert (viewer.wholes, len(viewer.recent)) == (2, 5)
+    assert "FIGURES ARE OLD: too slow" not in viewer.last.problems
+    stream.close()
+    fleet.close()
+
+
+def test_whole_frames_that_are_asked_for_in_a_row_share_their_figures(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = Held(bench.rings, "push", 1 << 12)
+    fleet.request()
+    bench.settle()
+    made = []
+    build = frame.build
+    monkeypatch.setattr(frame, "build", lambda *a, **k: made.append(1) or build(*a, **k))
+    bench.whole()
+    for _ in range(3):
+        bench.seconds += 0.2
+        bench.view.frame(ALL)
+    assert len(made) == 1
+    bench.whole()
+    assert len(made) == 2
+    fleet.close()
+
+
+def test_a_stream_that_is_slow_keeps_its_scope(bench: Bench) -> None:
+    assert MAX_REFRESH_NS < live.IDLE_S * 1e9
 
 
 def test_streams_are_counted_and_one_too_many_is_turned_away(bench: Bench) -> None:
@@ -570,8 +632,8 @@ def test_stream_is_read_typed_and_ends_when_it_is_closed(tmp_path: Path, served:
     assert seen.in_flight == {}
     whole = daemon.frame(ALL)
     assert ([row.client_id for row in whole.recent], whole.live) == ([name], True)
-    assert {engine.source for engine in whole.engines} == {"scheduler", "worker"}
-    assert all(engine.started_at_ns for engine in whole.engines)
+    until(lambda: {e.source for e in daemon.frame(ALL).engines} == {"scheduler", "worker"})
+    assert all(engine.started_at_ns for engine in daemon.frame(ALL).engines)
     began = time.monotonic()
     daemon.close()
     assert ended.wait(10)
@@ -645,6 +707,26 @@ def test_daemon_stops_at_once_with_viewers_connected(served: Served) -> None:
             rest += part
         assert rest.endswith(b"0\r\n\r\n"), "an end, not a broken line"
         viewer.close()
+
+
+def test_a_signal_that_comes_while_a_viewer_comes_stops_the_daemon(
+    tmp_path: Path, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted = """
+import os, signal
+from kvscope.collectors.live import LiveView
+stream = LiveView.stream
+def interrupt(self, scope):
+    with self._lock:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return stream(self, scope)
+LiveView.stream = interrupt
+"""
+    monkeypatch.setattr(collecting, "SERVE", interrupted + collecting.SERVE)
+    served = start(Served, "--dir", str(tmp_path / "rings"), "--store", str(tmp_path / "s.duckdb"))
+    with socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2]))) as viewer:
+        viewer.sendall(b"GET /api/v1/stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert served.process.wait(30) == 0
 
 
 def test_nothing_there_and_a_page_that_is_no_daemon_are_told_apart(served: Served) -> None:

@@ -113,6 +113,25 @@ def test_a_source_that_hangs_holds_up_neither_the_collecting_thread_nor_the_end(
     go_on.set()
 
 
+def test_a_source_that_hangs_is_a_problem_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[list[str]] = []
+
+    def slow(at_ns: int, processes: list[RingProcess]) -> list[Sample]:
+        told.append(found.problems())
+        now = time.monotonic() + 31
+        with monkeypatch.context() as later:
+            later.setattr(sampler_module.time, "monotonic", lambda: now)
+            told.append(found.problems())
+        return []
+
+    found = make(lambda at_ns, processes: [], slow)
+    found.round()
+    (early, (line,)) = told
+    assert early == []
+    assert line.startswith("SAMPLES ARE OLD: reading source 1 hangs since 31 s; ")
+    assert found.problems() == []
+
+
 def test_a_ring_that_lies_about_its_time_costs_no_other_sample() -> None:
     found = make()
     found.add([sample("engine.step_ns", 2**63, engine="liar"), sample("engine.step_ns", engine="e")])

@@ -48,6 +48,10 @@ def test_file_in_the_config_directory_is_read_where_there_is_one(
         ("log_level = 'loud'", "log_level: 'loud' does not fit: "),
         ("sample_seconds = -1", "sample_seconds: -1 does not fit: expected float >= 0.0"),
         (
+            "sample_seconds = 1e-10",
+            "sample_seconds: 1e-10 does not fit: expected 0, or at least 0.5 seconds",
+        ),
+        (
             "vllm_metrics = 'http://a/metrics'",
             "vllm_metrics: 'http://a/metrics' does not fit: expected array",
         ),

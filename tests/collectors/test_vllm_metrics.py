@@ -19,6 +19,8 @@ from kvscope.collectors.rings import RingProcess
 from kvscope.collectors.vllm_metrics import VllmMetrics, servers_of
 from kvscope.samples import KINDS, Sample
 
+from .collecting import until
+
 RECORDED = (Path(__file__).parent / "recorded" / "vllm-0.32.0-metrics.txt").read_text()
 """Of a prefill engine of vLLM 0.32.0 that had pushed 64 requests; other metrics left out."""
 PLAIN = 'vllm:num_requests_running{engine="0",model_name="tiny"} 3.0\n'
@@ -264,6 +266,50 @@ class TestHostileServers:
         began = time.monotonic()
         assert read(VllmMetrics(), scheduler(server.port)) == []
         assert time.monotonic() - began < 2
+
+    def test_a_server_that_dribbles_its_headers_is_let_go(
+        self, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(vllm_metrics, "TIMEOUT_S", 0.3)
+        given_up = threading.Event()
+
+        def dribble(handler: BaseHTTPRequestHandler) -> None:
+            handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+            try:
+                while True:
+                    handler.wfile.write(b"x")
+                    time.sleep(0.02)
+            except OSError:
+                given_up.set()
+
+        server = serve()
+        server.answer = dribble
+        metrics = VllmMetrics()
+        assert read(metrics, scheduler(server.port)) == []
+        assert given_up.wait(10)
+        until(lambda: not any(thread.name == "kvscope-metrics" for thread in threading.enumerate()))
+
+    def test_a_question_that_goes_on_is_not_asked_again_and_holds_up_no_exit(
+        self, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(vllm_metrics, "ROUND_S", 0.2)
+        monkeypatch.setattr(vllm_metrics, "BACK_OFF_S", (0.0,))
+        go_on, asked, get = threading.Event(), [], VllmMetrics._get
+
+        def stuck(self: VllmMetrics, url: str, *rest: Any) -> str:
+            asked.append(threading.current_thread())
+            go_on.wait(60)
+            return get(self, url, *rest)
+
+        monkeypatch.setattr(VllmMetrics, "_get", stuck)
+        server, metrics = serve(), VllmMetrics()
+        for _ in range(3):
+            assert read(metrics, scheduler(server.port)) == []
+        (thread,) = asked
+        assert thread.daemon
+        go_on.set()
+        thread.join(30)
+        assert read(metrics, scheduler(server.port))
 
     def test_servers_that_hang_hold_up_neither_the_others_nor_the_round(
         self, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch

@@ -104,7 +104,7 @@ async def driving(
             if source.fails is None and not isinstance(next(iter(sent), None), Exception):
                 await driven.until(lambda: app.view.frame is not None, "no frame came")
             yield driven
-            assert app.faults == []
+            assert not app.faults
     finally:
         source.close()
         app.close_feeds()

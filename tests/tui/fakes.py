@@ -30,6 +30,7 @@ class FakeSource:
         """What every frame asked for raises."""
         self.extent = (frames.NOW - 3600 * frames.S, frames.NOW)
         self.closed = False
+        self.streams_ended = 0
 
     def send(self, *what: Frame | Exception) -> None:
         with self.changed:
@@ -48,6 +49,9 @@ class FakeSource:
             if isinstance(found, Exception):
                 raise found
             yield found
+
+    def end_streams(self) -> None:
+        self.streams_ended += 1
 
     def frame(self, scope: Scope) -> Frame:
         self.scopes.append(scope)

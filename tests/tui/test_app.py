@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,10 +17,11 @@ from kvscope.lookup import NotFound
 from kvscope.tui.app import PAGES, Top
 from kvscope.tui.bars import Bar, FilterInput, TextScreen, joined_filters, split_filters
 from kvscope.tui.help import KEYS, help_lines
-from kvscope.tui.lines import plain
+from kvscope.tui.lines import plain, width
 from kvscope.tui.page import FilterBy, GoTo, LinesView, OpenSession
+from kvscope.tui.scrolled import Scrolled
 from kvscope.tui.table import LiveTable
-from kvscope.tui.view import State
+from kvscope.tui.view import Detail, State
 
 from . import frames
 from .conftest import Driven, driving
@@ -28,6 +31,10 @@ from .frames import MS, NOW, WINDOW, S
 pytestmark = pytest.mark.anyio
 
 NO_DAEMON = NoDaemon("no kvscope daemon at http://127.0.0.1:9177; start one with `kvscope serve`")
+
+
+WELL: dict[str, Any] = {"in_flight": [frames.in_flight(1001)], "answers": frames.answers(not_finished=0)}
+"""Of a frame of a fleet that nothing is wrong with."""
 
 
 def table(top: Driven) -> LiveTable[Any]:
@@ -55,7 +62,7 @@ def overlay(top: Driven) -> str:
 
 
 async def test_the_first_screen_is_the_fleet_and_says_whether_it_is_coordination() -> None:
-    async with driving() as top:
+    async with driving(frames.frame(**WELL)) as top:
         assert top.app.page.title == "Fleet"
         assert top.app.view.state is State.LIVE
         assert top.bar("header").splitlines()[0].split()[:5] == ["LIVE", "5m", "to", "08:00:00", "UTC"]
@@ -99,11 +106,27 @@ async def test_enter_opens_a_request_and_escape_goes_back() -> None:
 
 async def test_questions_of_a_page_are_asked_while_it_is_in_sight() -> None:
     async with driving() as top:
-        assert top.source.asked == []
+        await top.press("2")
+        assert top.app.page.questions == ()
         top.source.answers["pairs"] = Answer(["p_engine", "d_engine"], [["prefill-0", "decode-0"]])
         await top.press("6")
-        await top.until(lambda: top.app.view.rows("pairs"))
-        assert {name for name, _, _ in top.source.asked} == set(top.app.page.questions)
+        wanted = set(top.app.page.questions)
+        await top.until(lambda: all(top.app.view.answer(name) for name in wanted))
+        assert top.app.view.rows("pairs")
+
+
+async def test_a_table_that_was_gone_for_a_while_takes_keys_again() -> None:
+    pairs = Answer(["p_engine", "d_engine"], [["prefill-0", "decode-0"], ["prefill-0", "decode-1"]])
+    async with driving() as top:
+        top.source.answers["pairs"] = pairs
+        await top.press("6")
+        await top.until(lambda: table(top).display)
+        for number, found in enumerate((Answer(pairs.columns, []), pairs), 1):
+            top.source.answers["pairs"] = found
+            top.source.send(frames.frame(whole=False, at_ns=NOW + number * S))
+            await top.until(lambda found=found: table(top).display is bool(found.rows))
+        await top.press("down")
+        assert table(top).cursor == 1
 
 
 async def test_a_page_can_lead_to_another_with_a_filter_and_escape_takes_both_back() -> None:
@@ -124,7 +147,7 @@ async def test_a_page_can_lead_to_another_with_a_filter_and_escape_takes_both_ba
 
 async def test_what_is_wrong_is_counted_gravest_first_on_every_page() -> None:
     wrong = {"problems": ["LOST 12 events of prefill-0", "HOOK MISSING: x"], "findings": [frames.FINDING]}
-    async with driving(frames.frame(**wrong), size=(80, 24)) as top:
+    async with driving(frames.frame(**WELL, **wrong), size=(80, 24)) as top:
         for page in PAGES:
             await top.press(page.key)
             header = top.bar("header").splitlines()
@@ -141,10 +164,28 @@ async def test_what_is_wrong_is_counted_gravest_first_on_every_page() -> None:
         assert isinstance(top.app.screen, TextScreen)
 
 
-async def test_engines_without_instrumentation_and_requests_not_joined_are_told() -> None:
-    async with driving(frames.frame(answers=frames.answers(peer_not_instrumented=7, not_joined=2))) as top:
-        assert "PEER NOT INSTRUMENTED: 7 requests" in top.bar("header")
-        assert "(+1 more: !)" in top.bar("header")
+async def test_engines_without_instrumentation_and_requests_not_joined_are_told_and_what_to_do() -> None:
+    found = frames.answers(peer_not_instrumented=7, not_joined=2, not_finished=0)
+    async with driving(frames.frame(**{**WELL, "answers": found})) as top:
+        assert "! 2 not joined (+1 more: !)" in top.bar("header")
+        await top.press("exclamation_mark")
+        text = " ".join(overlay(top).split())
+        assert "2 not joined Their other half was not found. Is the other engine instrumented" in text
+        assert "restarted" in text
+        assert "7 peer not instrumented Start that engine with kvscope too" in text
+
+
+async def test_requests_that_are_stuck_or_went_wrong_are_in_the_header_of_every_page() -> None:
+    stuck = [frames.in_flight(number, "readiness.signal", 300 * S) for number in range(1, 21)]
+    wrong = frames.answers(not_finished=9, read_after_expiry=3, recomputed=2)
+    async with driving(frames.frame(in_flight=stuck, recent=[], answers=wrong), size=(80, 24)) as top:
+        for page in PAGES:
+            await top.press(page.key)
+            assert "! 20 STUCK, " in top.bar("header")
+            assert "in readiness.signal (+3 more: !)" in top.bar("header")
+        await top.press("exclamation_mark")
+        for words in ("9 not finished", "3 read after expiry", "2 recomputed"):
+            assert words in overlay(top)
 
 
 async def test_control_characters_of_a_daemon_do_not_reach_the_terminal() -> None:
@@ -188,6 +229,13 @@ async def test_a_daemon_that_goes_keeps_the_figures_says_since_when_and_recovers
         await top.until(lambda: top.app.view.state is State.LIVE)
         assert "08:01:20" in top.bar("header")
         assert not all(style.dim for style in page_styles(top))
+
+
+async def test_figures_that_lag_behind_are_said_to_be_old() -> None:
+    async with driving(frames.frame(figures_at_ns=NOW - 20 * S)) as top:
+        assert "LIVE   5m to 07:59:40 UTC  figures 20 s old" in top.bar("header")
+        top.source.send(frames.frame(whole=False, at_ns=NOW + S, figures_at_ns=NOW))
+        await top.until(lambda: "figures" not in top.bar("header"))
 
 
 async def test_frames_that_stop_coming_are_marked_stale_and_the_next_one_mends_it() -> None:
@@ -254,6 +302,59 @@ async def test_paused_nothing_changes_until_it_goes_on() -> None:
         assert "08:00:09" in top.bar("header")
 
 
+async def test_paused_the_questions_of_a_page_are_answered_once_for_the_moment_that_is_shown() -> None:
+    def asked(top: Driven) -> set[str]:
+        return {asked["until"] for name, _, asked in top.source.asked if name == "pairs"}
+
+    async with driving(frames.frame()) as top:
+        await top.press("5", "p")
+        before = top.app.view.version
+        top.source.send(frames.frame(whole=False, at_ns=NOW + 9 * S))
+        await top.until(lambda: top.app._box._mail.frame is not None)
+        top.source.asked.clear()
+        await top.press("6")
+        await top.until(lambda: all(top.app.view.answer(name) for name in top.app.page.questions))
+        assert asked(top) == {str(NOW)}
+        before = top.app.view.version
+        top.source.send(frames.frame(whole=False, at_ns=NOW + 10 * S))
+        await top.until(lambda: top.app._box._mail.frame.at_ns == NOW + 10 * S)
+        await top.later(1)
+        assert top.app.view.version == before
+        await top.press("p")
+        await top.until(lambda: str(NOW + 10 * S) in asked(top))
+
+
+async def test_paused_a_request_that_is_shown_does_not_go_on() -> None:
+    first, second = (
+        Detail("1", {"request": {"id": "1", "in_flight": True, "prompt_tokens": number}}) for number in (1, 2)
+    )
+    async with driving(frames.frame()) as top:
+        box = top.app._box
+        top.app.view.chosen = "1"
+        await top.press("p")
+        for detail in (first, second):
+            box.put(box._generation, detail=detail)
+            await top.until(lambda: not box._rung)
+            assert top.app.view.detail == first
+        await top.press("p")
+        assert top.app.view.detail == second
+
+
+async def test_paused_a_daemon_that_comes_back_is_not_said_to_be_gone() -> None:
+    async with driving(frames.frame()) as top:
+        await top.press("p")
+        top.source.send(NO_DAEMON)
+        await top.until(lambda: top.app.view.state is State.LOST)
+        top.source.send(frames.frame(at_ns=NOW + 5 * S))
+        await top.until(lambda: top.app.view.state is State.PAUSED)
+        assert top.app.view.frame.at_ns == NOW
+        top.source.send(*[NO_DAEMON] * 50)
+        await top.until(lambda: top.app.view.state is State.LOST)
+        await top.press("p")
+        assert top.app.view.state is State.LOST, "the frame that was held back is older"
+        assert top.app.view.frame.at_ns == NOW + 5 * S
+
+
 async def test_a_filter_in_a_pause_shows_its_figures_once() -> None:
     async with driving(frames.frame()) as top:
         await top.press("p", "slash", *"label=a", "enter")
@@ -296,6 +397,49 @@ async def test_a_wrong_filter_says_so_at_once_and_the_old_one_stays() -> None:
         assert len(top.source.scopes) == 1
         await top.press("2")
         assert top.app.page.key == "2", "keys are the pages' again"
+
+
+@pytest.mark.parametrize("cells", [40, 80, 120])
+@pytest.mark.parametrize("past", [False, True])
+async def test_a_filter_is_always_in_the_header(cells: int, past: bool) -> None:
+    scope = Scope(where=("connector=push",))
+    async with driving(frames.frame(where=["connector=push"]), size=(cells, 24), scope=scope) as top:
+        if past:
+            await top.press("left")
+            await top.until(lambda: top.app.view.frame.at_ns == NOW - WINDOW // 10)
+        state = "HISTORY" if past else "LIVE"
+        first = top.bar("header").splitlines()[0]
+        assert len(first) <= cells
+        assert (f" {state} F " in first) is (cells == 40)
+        assert ("where connector=push" in first) is (cells > 40)
+
+
+@pytest.mark.parametrize("key", ["tab", "shift+tab"])
+async def test_tab_leaves_the_page_alone_while_something_else_takes_keys(key: str) -> None:
+    async with driving(frames.frame()) as top:
+        await top.press("slash", *"label=", key, "a", "enter")
+        assert (top.app.page.key, top.app.view.filters) == ("1", ("label=a",))
+        await top.press("question_mark", key)
+        assert isinstance(top.app.screen, TextScreen)
+        await top.press("escape")
+        assert top.app.page.key == "1"
+
+
+async def test_a_click_on_a_tab_closes_the_filter() -> None:
+    async with driving(frames.frame()) as top:
+        await top.press("slash", *"label=a")
+        await top.pilot.click("#tabs", offset=(top.bar("tabs").index("Requests"), 0))
+        assert not top.app.query_one(FilterInput).display
+        await top.press("4")
+        assert (top.app.page.key, top.app.view.filters) == ("4", ())
+
+
+async def test_after_any_number_of_pages_two_escapes_clear_the_filter() -> None:
+    async with driving(frames.frame()) as top:
+        await top.press("slash", *"label=a", "enter", *"245761", "escape")
+        assert (top.app.page.key, top.app.view.filters) == ("1", ("label=a",))
+        await top.press("escape")
+        assert top.app.view.filters == ()
 
 
 def test_filters_in_one_line_are_separated_by_spaces_and_quotes_keep_them_together() -> None:
@@ -358,6 +502,61 @@ async def test_forward_to_the_present_is_live_again() -> None:
         top.source.send(frames.frame())
         await top.press("right")
         await top.until(lambda: top.app.view.state is State.LIVE)
+
+
+async def test_what_is_present_the_clock_of_the_daemon_says() -> None:
+    ahead = NOW + 7200 * S
+    async with driving(frames.frame(at_ns=ahead)) as top:
+        await top.press("left")
+        await top.until(lambda: top.app.view.frame.at_ns == ahead - WINDOW // 10)
+        await top.press("shift+left")
+        await top.until(lambda: top.app.view.frame.at_ns == ahead - WINDOW // 10 - WINDOW)
+        await top.press("right")
+        await top.until(lambda: top.app.view.frame.at_ns == ahead - WINDOW)
+        assert top.app.view.state is State.HISTORY
+        await top.press("shift+right", "right")
+        assert not top.app.view.history
+
+
+async def test_in_the_past_figures_of_another_moment_are_said_to_be() -> None:
+    release = threading.Event()
+
+    class Slow(FakeSource):
+        def query(self, name: str, sql: str, parameters: dict[str, Any]) -> dict[str, Any]:
+            if name == "pairs" and parameters["until"] != str(NOW):
+                assert release.wait(10)
+            return super().query(name, sql, parameters)
+
+    async with driving(source=Slow(), live=False, name="a.duckdb") as top:
+        await top.press("6")
+        await top.until(lambda: all(top.app.view.answer(name) for name in top.app.page.questions))
+        assert "as of" not in top.bar("header")
+        await top.press("left")
+        await top.until(lambda: "07:59:30" in top.bar("header"))
+        await top.until(lambda: "some figures as of 08:00:00 UTC, asking" in top.bar("header"))
+        release.set()
+        await top.until(lambda: "as of" not in top.bar("header"))
+
+
+async def test_a_question_that_fails_from_now_on_is_said_beside_what_it_answered_before() -> None:
+    async with driving(frames.frame(), size=(120, 30)) as top:
+        await top.press("6")
+        await top.until(lambda: all(top.app.view.answer(name) for name in top.app.page.questions))
+        top.source.answers["pairs"] = KvscopeError("the query was stopped after 10.0 s")
+        top.source.send(frames.frame(whole=False, at_ns=NOW + S))
+        await top.until(lambda: "pairs as before: the query was stopped after 10.0 s" in top.bar("header"))
+
+
+async def test_a_request_looked_up_in_the_past_is_said_to_be_as_it_is_now() -> None:
+    row = frames.in_flight(1001)
+    async with driving(frames.frame(in_flight=[row])) as top:
+        top.source.details["1001"] = {"request": {"id": "1001", "in_flight": True}}
+        await top.press("2", "enter")
+        await top.until(lambda: f"waits for {row.waits_for}" in top.screen)
+        assert "as it is now" not in top.screen
+        await top.press("left")
+        await top.until(lambda: "as it is now, not at 07:59:30 UTC" in top.screen.replace("2027-01-15 ", ""))
+        assert "waits for" not in top.screen
 
 
 async def test_right_in_the_present_does_nothing_and_space_says_what_it_is_for() -> None:
@@ -547,6 +746,83 @@ async def test_every_page_fits_the_screen(size: tuple[int, int]) -> None:
             assert top.app.page.region.height == size[1] - 4
 
 
+class Paintings:
+    """What of the screen was painted: the lines, painting by painting."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, look: Callable[[], object] = lambda: None) -> None:
+        self.lines: list[set[int]] = []
+        display = Top._display
+
+        def displayed(app: Top, screen: Any, update: Any) -> None:
+            if update is not None:
+                look()
+                whole = range(app.size.height)
+                self.lines.append({y for y, _, _ in getattr(update, "spans", ())} or set(whole))
+            display(app, screen, update)
+
+        monkeypatch.setattr(Top, "_display", displayed)
+
+
+async def test_a_key_paints_once_and_no_more_than_what_it_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with driving(frames.frame(recent=frames.many(100)), size=(120, 40)) as top:
+        for key in "12451":  # pages lay themselves out when they are first shown
+            await top.press(key)
+        paintings = Paintings(monkeypatch)
+
+        async def painted(*keys: str) -> list[set[int]]:
+            paintings.lines.clear()
+            await top.press(*keys)
+            await top.pilot.pause(0.05)  # what would come after it
+            return paintings.lines
+
+        for key in "24512":
+            assert len(await painted(key)) == 1, key
+        cursor = table(top).region.y + 1
+        assert await painted("down") == [{cursor, cursor + 1}]
+        assert len(await painted("s")) == 1
+        assert len(await painted("S")) == 1
+        assert set().union(*await painted("slash")) == {38, 39}
+        assert set().union(*await painted("escape")) == {38, 39}
+
+
+@pytest.mark.parametrize("height", [12, 40])
+async def test_lines_are_never_painted_for_another_width_than_is_in_sight(
+    monkeypatch: pytest.MonkeyPatch, height: int
+) -> None:
+    seen = []
+
+    def look() -> None:
+        for one in top.app.screen.query(Scrolled):
+            if one.region and one.display:
+                beside = one.region.width - one.scrollbar_size_vertical
+                seen.append((type(one), one.cells, beside))
+                if isinstance(one, LinesView):
+                    widest = max(map(width, one.lines), default=0)
+                    assert widest <= beside, plain(max(one.lines, key=width))
+                    assert len(one.lines) == one.virtual_size.height
+
+    async with driving(frames.frame(recent=frames.many(100)), size=(100, height)) as top:
+        Paintings(monkeypatch, look)
+        for cells in (100, 81, 120):
+            await top.pilot.resize_terminal(cells, height)
+            for page in PAGES:
+                await top.press(page.key)
+            await top.press("question_mark", "escape")
+        assert {beside for _, _, beside in seen} >= {81, 80, 120, 119}
+        assert [one for one in seen if one[1] != one[2]] == []
+
+
+async def test_the_scrollbar_hides_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with driving(frames.frame(), size=(100, 30)) as top:
+        view = top.app.page.query_one(LinesView)
+        for count, shown in ((5, False), (100, True), (5, False)):
+            view.draw(lambda cells, count=count: [[("x" * cells, "")]] * count)
+            await top.pilot.pause()
+            assert view.show_vertical_scrollbar is shown
+            lines = top.screen.splitlines()[3:8]
+            assert lines == ["x" * 99] * 5
+
+
 async def test_resized_it_is_drawn_anew_and_too_small_it_says_so() -> None:
     async with driving(frames.frame(), size=(120, 40)) as top:
         await top.press("2", "down", "down")
@@ -625,3 +901,34 @@ async def test_a_page_that_stumbles_says_so_and_the_program_goes_on(monkeypatch:
         await top.press("1")
         assert "coordination" in top.screen
         top.app.faults.clear()
+
+
+async def test_a_page_whose_lines_cant_be_made_says_so_at_any_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with driving(frames.frame()) as top:
+        draws = 0
+
+        def draw(*_: object) -> Any:
+            nonlocal draws
+            draws += 1
+            raise KeyError(f"odd {draws}")
+
+        monkeypatch.setattr("kvscope.tui.pages.request.detail_lines", draw)
+        await top.press("3")  # its first showing: lines are made while it is laid out
+        await top.until(lambda: "can't show this (KeyError)" in top.screen)
+        await top.pilot.resize_terminal(70, 24)
+        await top.until(lambda: draws > 2)
+        assert list(top.app.faults) == [("Request", "KeyError")], "one line, not one for each time"
+        await top.press("1")
+        assert "coordination" in top.screen
+        top.app.faults.clear()
+
+
+async def test_ragged_figures_of_a_daemon_do_not_end_the_program() -> None:
+    odd = frames.answers()
+    odd["fleet"].rows[0].pop()
+    odd["fleet_steps"].rows[0].append("more")
+    async with driving(frames.frame(answers=odd)) as top:
+        for page in PAGES:
+            await top.press(page.key)
+        assert "STUCK" in top.bar("header")
+        assert top.app.is_running

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -112,12 +112,12 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--speed" in out
 
 
-def in_a_terminal(*arguments: str) -> tuple[subprocess.Popen[bytes], int]:
+def in_a_terminal(*arguments: str, stderr: IO[bytes] | None = None) -> tuple[subprocess.Popen[bytes], int]:
     """The real program in a terminal, where no daemon is; it waits for one."""
     outer, inner = pty.openpty()
     env = {**os.environ, "TERM": "xterm-256color"}
     program = [sys.executable, "-m", "kvscope.cli", "top", "--url", "http://127.0.0.1:1", *arguments]
-    process = subprocess.Popen(program, stdin=inner, stdout=inner, stderr=inner, env=env)
+    process = subprocess.Popen(program, stdin=inner, stdout=inner, stderr=stderr or inner, env=env)
     os.close(inner)
     return process, outer
 
@@ -131,6 +131,21 @@ def read_until(terminal: int, words: bytes, seen: bytes = b"") -> bytes:
         except OSError:
             break
     return seen
+
+
+def test_with_stderr_in_a_file_it_is_drawn_all_the_same(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as log:
+        process, terminal = in_a_terminal(stderr=log)
+    try:
+        assert b"NO DAEMON" in read_until(terminal, b"NO DAEMON")
+        os.write(terminal, b"q")
+        assert b"\x1b[?1049l" in read_until(terminal, b"\x1b[?1049l")
+        assert process.wait(30) == 0
+        assert (tmp_path / "log").read_bytes() == b""
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
 
 
 @pytest.mark.parametrize("ends", ["q", signal.SIGTERM, signal.SIGHUP])

@@ -12,6 +12,7 @@ from kvscope.samples import KINDS, Sample
 from kvscope.tui.lines import plain, width
 from kvscope.tui.page import LinesView
 from kvscope.tui.pages import engine as one_engine
+from kvscope.tui.pages import grid
 from kvscope.tui.pages.engine import Group, detail_lines, groups, held
 from kvscope.tui.pages.engines import EnginesPage, blocks_bar, columns, header, marks
 from kvscope.tui.table import LiveTable, lay_out
@@ -279,6 +280,27 @@ async def test_the_detail_is_of_the_chosen_engine() -> None:
         await pilot.press("down")
         await pilot.pause()
         assert first().startswith(shown[1])
+        view.told(
+            "leases",
+            frames.answer(*({"engine": name, "lease_end": "expired", "leases": 3} for name in shown)),
+        )
+        page.show(view)
+        assert any("leases     3 expired" in plain(line) for line in detail.lines)
+
+
+def test_how_leases_ended_is_told_of_the_engine_that_kept_the_blocks() -> None:
+    """And how close to the deadline those came that did not expire."""
+    answer = frames.answer(
+        {"engine": P, "lease_end": "released", "leases": 40, "min_margin_ms": 800.0},
+        {"engine": P, "lease_end": "expired", "leases": 3, "min_margin_ms": -0.2},
+        {"engine": P, "lease_end": None, "leases": 2, "min_margin_ms": None},
+        {"engine": D, "lease_end": "expired", "leases": 9, "min_margin_ms": -0.2},
+    )
+    line = next(
+        line for line in detail_lines(group(), 120, grid.rows_of(answer)) if plain(line).startswith("leases")
+    )
+    assert plain(line) == "leases     40 released (800 ms left at least), 3 expired, 2 held"
+    assert line[1][1] == "warn"
 
 
 def test_nothing_chosen_draws_nothing() -> None:

@@ -14,7 +14,7 @@ from kvscope.errors import KvscopeError, UsageError
 from kvscope.frame import Answer, Scope
 from kvscope.lookup import NotFound
 from kvscope.tui.feed import Asker, HistoryFeed, LiveFeed, Mailbox, question_parameters
-from kvscope.tui.view import State
+from kvscope.tui.view import Detail, State, Trouble
 
 from . import frames
 from .fakes import FakeSource
@@ -30,12 +30,13 @@ class Bench:
         self.box = Mailbox(self.bell.set)
         self.asker = Asker(source, self.box)
         self.asker.start()
-        self.live = LiveFeed(source, self.box, self.asker, 0.01, back_off_s=(0.001,))
+        self.live = LiveFeed(source, self.box, 0.01, back_off_s=(0.001,))
         self.past = HistoryFeed(
-            source, self.box, self.asker, 0.01, present=(lambda: NOW) if live else None, back_off_s=(0.001,)
+            source, self.box, 0.01, present=(lambda: NOW) if live else None, back_off_s=(0.001,)
         )
         self.frames: list[object] = []
         self.answers: dict[str, Answer | str] = {}
+        self.until_ns: dict[str, int] = {}
         self.details: list[object] = []
         self.troubles: list[object] = []
         self.notices: list[str] = []
@@ -43,8 +44,11 @@ class Bench:
 
     def take(self) -> None:
         mail = self.box.take()
-        self.frames += [mail.frame] if mail.frame else []
-        self.answers.update(mail.answers)
+        if mail.frame:
+            self.frames.append(mail.frame)
+            self.asker.frame(mail.generation, mail.frame)
+        self.answers.update((name, answer) for name, (answer, _) in mail.answers.items())
+        self.until_ns.update((name, until_ns) for name, (_, until_ns) in mail.answers.items())
         self.details += [mail.detail] if mail.detail else []
         self.troubles += [mail.trouble] if mail.trouble else []
         self.notices += [mail.notice] if mail.notice else []
@@ -113,10 +117,28 @@ def test_mail_of_another_scope_is_thrown_away() -> None:
 def test_in_a_pause_frames_wait_and_the_rest_is_delivered() -> None:
     box = Mailbox(lambda: None)
     generation = box.renew()
-    box.put(generation, frame=frames.frame(), answers={"pairs": "too slow"})
+    detail = Detail("7", None)
+    box.put(generation, frame=frames.frame(), answers={"pairs": ("too slow", NOW)}, detail=detail)
+    mail = box.take(frames=False, detail=False)
+    assert (mail.frame, mail.detail, mail.answers) == (None, None, {"pairs": ("too slow", NOW)})
+    assert (mail.came, box.take(frames=False, detail=False).came) == (True, False)
+    mail = box.take()
+    assert mail.frame is not None
+    assert mail.detail is detail
+
+
+def test_a_frame_after_trouble_ends_it_and_trouble_after_a_frame_stays() -> None:
+    box = Mailbox(lambda: None)
+    generation = box.renew()
+    trouble = Trouble(State.LOST, "no daemon")
+    box.put(generation, trouble=trouble)
+    box.put(generation, frame=frames.frame())
     mail = box.take(frames=False)
-    assert (mail.frame, mail.answers) == (None, {"pairs": "too slow"})
-    assert box.take().frame is not None
+    assert (mail.trouble, mail.came) == (None, True)
+    box.put(generation, frame=frames.frame())
+    box.put(generation, trouble=trouble)
+    mail = box.take(frames=False)
+    assert (mail.trouble, mail.came) == (trouble, False)
 
 
 # --- live --------------------------------------------------------------------------------------------
@@ -160,7 +182,7 @@ def test_a_daemon_that_answers_nothing_is_not_asked_without_pause() -> None:
             return len(waits) > 6
 
     source = FakeSource(*[NoDaemon("no daemon")] * 10)
-    feed = LiveFeed(source, Mailbox(lambda: None), Asker(source, Mailbox(lambda: None)), 1.0)
+    feed = LiveFeed(source, Mailbox(lambda: None), 1.0)
     feed._run(Scope(), 0, Stop())
     assert waits[1:] == [0.5, 1.0, 2.0, 5.0, 5.0, 5.0]
 
@@ -174,6 +196,7 @@ def test_another_scope_ends_the_stream_before(bench: Make) -> None:
     one.source.send(frames.frame(window_ns=3600 * S))
     one.until(lambda: one.frames[-1].window_ns == 3600 * S)  # type: ignore[attr-defined]
     assert [scope.window for scope in one.source.scopes] == ["5m", "1h"]
+    assert one.source.streams_ended == 1, "it need not wait for its next frame"
 
 
 def test_of_many_changes_at_once_only_the_last_is_asked_for(bench: Make) -> None:
@@ -217,6 +240,33 @@ def test_questions_are_asked_for_the_window_of_the_frame(bench: Make) -> None:
     assert parameters["until"] == str(NOW)
     assert parameters["where"] == ["connector=push"]
     assert parameters["label"] == "bench"
+    assert one.until_ns["ttft"] == NOW
+
+
+def test_after_a_slow_answer_a_new_frame_waits_but_not_where_the_user_chose_its_time() -> None:
+    now = 0.0
+
+    class Slow(FakeSource):
+        def query(self, name: str, sql: str, parameters: dict) -> dict:  # type: ignore[type-arg]
+            nonlocal now
+            now += 15.0
+            return super().query(name, sql, parameters)
+
+    rang = threading.Event()
+    box = Mailbox(rang.set)
+    asker = Asker(Slow(), box, lambda: now)
+    asker.want(("pairs",), None)
+    asker.start()
+    try:
+        for moment in (NOW, NOW - 30 * S):
+            asker.frame(box.renew(), frames.frame(at_ns=moment), at_once=True)
+            assert rang.wait(10), "it pauses for a minute"
+            rang.clear()
+            assert box.take().answers["pairs"][1] == moment
+        asker.frame(box.renew(), frames.frame(at_ns=NOW))
+        assert not rang.wait(0.05)
+    finally:
+        asker.close()
 
 
 def test_a_question_gets_only_the_parameters_that_it_takes() -> None:
@@ -333,7 +383,7 @@ def test_playing_moves_on_and_stops_at_the_end(bench: Make) -> None:
     one = bench()
     one.past.show(Scope(), NOW - 2 * S)
     at(one)
-    one.past.play(True, 50.0)
+    one.past.play(True, 10.0)
     one.until(lambda: one.ended)
     one.until(lambda: one.frames[-1].at_ns == NOW)  # type: ignore[attr-defined]
     times = [frame.at_ns for frame in one.frames]  # type: ignore[attr-defined]

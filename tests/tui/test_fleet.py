@@ -15,6 +15,7 @@ from kvscope.tui.lines import LETTER, PATTERN, plain, width
 from kvscope.tui.page import FilterBy
 from kvscope.tui.pages import big, fleet
 from kvscope.tui.pages.entries import EntriesView
+from kvscope.tui.pages.pairs import Note
 from kvscope.tui.view import View
 
 from . import frames
@@ -167,10 +168,15 @@ def test_classes_differ_without_colour() -> None:
     [
         (frames.empty(), "No engine is instrumented", "KVSCOPE_ENABLE=1"),
         (frames.empty(engines=frames.ENGINES), "No first token in the 5 min up to 08:00:00 UTC", "router"),
-        (frames.empty(where=["connector=pull"]), "fits the filter connector=pull", "Escape"),
+        (
+            frames.empty(where=["connector=pull"], labels={"": 7}),
+            "fits the filter connector=pull",
+            "Escape",
+        ),
+        (frames.empty(where=["connector=pull"]), "No engine is instrumented", "KVSCOPE_ENABLE=1"),
         (
             frames.empty(engines=frames.ENGINES, in_flight=[frames.in_flight(1)]),
-            "1 in flight, and no first token",
+            "1 in flight, the oldest for 3.0 s, and no first token",
             "Page 4",
         ),
         (
@@ -178,7 +184,11 @@ def test_classes_differ_without_colour() -> None:
             "No first token",
             "(bench 7): b shows",
         ),
-        (frames.frame(answers=frames.answers(requests=0)), "3 in flight, and no first token", "Page 4"),
+        (
+            frames.frame(answers=frames.answers(requests=0)),
+            "3 in flight, the oldest for 40.0 s, and",
+            "Page 4",
+        ),
     ],
 )
 def test_without_a_first_token_it_says_so_and_what_to_do(frame: Frame, said: str, advised: str) -> None:
@@ -202,17 +212,78 @@ def test_what_went_wrong_is_named() -> None:
         clock_error_ms=0.25,
         clamped=7,
     )
-    text = " ".join(page(frames.frame(answers=answers), 240))
+    frame = frames.frame(answers=answers)
+    text = " ".join(page(frame, 240))
     assert (
-        "Not right: 3 not finished · 2 not joined · 4 peer not instrumented · 5 recomputed · "
+        "Not right: 1 STUCK, up to 40.0 s in registration.handshake · 3 not finished · 2 not joined · "
+        "4 peer not instrumented · 5 recomputed · "
         "6 read after expiry · 7 with steps out of order"
     ) in text
-    assert "clocks agree to ± 0.25 ms" in text
+    assert "clocks" not in text, "the header has it"
+    assert "clocks agree to ± 0.25 ms" in "\n".join(map(plain, fleet.text_lines(frame, 240)))
 
 
 def test_nothing_wrong_takes_no_line() -> None:
-    answers = frames.answers(not_finished=0, clock_error_ms=0)
-    assert not any("Not right" in line or "clocks" in line for line in page(frames.frame(answers=answers)))
+    frame = frames.frame(answers=frames.answers(not_finished=0, clock_error_ms=0), in_flight=[])
+    lines = [*page(frame), *map(plain, fleet.text_lines(frame, 100))]
+    assert not any(word in line for line in lines for word in ("Not right", "clocks", "wait for a first"))
+
+
+@pytest.mark.parametrize("cells", WIDTHS)
+def test_a_hang_is_told_beside_figures_that_look_healthy(cells: int) -> None:
+    """TTFT is of those that have theirs."""
+    rows = [frames.in_flight(number, "readiness.signal", 300 * frames.S) for number in range(20)]
+    frame = frames.frame(in_flight=rows, answers=frames.answers(not_finished=0))
+    lines = [entry.line for entry in fleet.entries(frame, cells)]
+    late = next(span for line in lines for span in line if "for a first token" in span[0])
+    assert late == ("20 wait for a first token, the oldest 5 min", "bad")
+    assert any(
+        plain(line).startswith("Not right: 20 STUCK, up to 5 min in readiness.signal") for line in lines
+    )
+    assert "20 wait for a first token" in "\n".join(map(plain, fleet.text_lines(frame, cells)))
+
+
+NOTES = {
+    "6": [
+        Note("Handshake failed", "prefill-0 → decode-0, 2 of 3", "Is it in reach?", "bad"),
+        Note("Slow link", "WRITE prefill-0 → decode-1 1.20 GB/s, on other pairs 7.50", "", "bad"),
+    ],
+    "7": [],
+}
+
+
+def test_what_other_pages_found_is_on_the_first_screen() -> None:
+    def first(cells: int) -> list[str]:
+        return [plain(entry.line) for entry in fleet.entries(frames.frame(), cells, NOTES)][:20]
+
+    assert "Handshake failed · Slow link (page 6, Pairs)" in first(79)
+    assert line_with(first(79), "transfer.wire"), "what is most of it is in sight still"
+    wide = line_with(first(160), "Handshake failed")
+    assert wide.startswith("Handshake failed: prefill-0 → decode-0, 2 of 3 · Slow link: WRITE")
+    assert wide.endswith("7.50 (page 6, Pairs)")
+    assert not any("page 7" in line for line in first(160))
+
+
+def test_the_page_asks_for_what_it_names() -> None:
+    async def run() -> None:
+        app = OnePage(frames.frame())
+        answers = {
+            "pairs": {"p_engine": frames.P, "d_engine": frames.D, "requests": 5},
+            "handshakes": {"engine": frames.D, "peer": frames.P, "handshakes": 3, "failed": 2},
+            "transfers": {"operation": "READ", "engine": frames.D, "peer": frames.P, "still_open": 1},
+            "failures": {"kind": "nixl", "name": "transfer_failed", "failures": 3, "engine": frames.D},
+            "reuse": {"reuse_outcome": "expired", "requests": 4},
+        }
+        assert set(answers) == set(app.fleet.questions)
+        for question, row in answers.items():
+            app.view.told(question, frames.answer(row))
+        async with app.run_test(size=(160, 24)):
+            shown = "\n".join(map(plain, app.query_one(EntriesView).lines))
+        for kind in ("Handshake failed", "Never seen done", "Failed: transfer_failed"):
+            assert kind in shown
+        assert "KV handles missed: 4 of 4, mostly expired (page 7, Sessions)" in shown
+
+    asyncio.run(run())
 
 
 def test_requests_without_a_first_token_that_went_wrong_are_named_too() -> None:
@@ -234,9 +305,19 @@ def test_the_trend_keeps_gaps_in_their_places() -> None:
     marks = line[start : start + 60]
     assert marks[:10] == "█" * 10
     assert marks[10:20] == " " * 10
-    assert marks[20:] == "█" * 40
+    assert marks[20:] == "█" * 39 + " "
     assert line.endswith("115.0  115.0"), "last, most"
     assert "760.0" in lines["TTFT"], "the one bucket with the slow request"
+
+
+def test_the_trend_ends_where_all_requests_have_their_first_token() -> None:
+    """The newest spans hold only those that were quick enough, which looks like recovery."""
+    rows = frames.answers()["fleet_trend"].dicts()
+    rows[-4:] = [{**row, "p99_ttft_ms": 5.0} for row in rows[-4:]]
+    answers = {**frames.answers(p99_ttft_ms=18_000.0), "fleet_trend": frames.answer(*rows)}
+    for live in (True, False):  # the past is shown as it was then
+        frame = frames.frame(answers=answers, live=live)
+        assert plain(fleet.trend(frame, 100)[-1]).split()[-2:] == ["300.0", "760.0"]
 
 
 def test_damaged_answers_are_not_observed() -> None:

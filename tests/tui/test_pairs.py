@@ -144,7 +144,9 @@ def test_a_cell_and_a_row_have_the_answers_figures() -> None:
         "descriptor": "1.35 MB",
         "size": "690 MB",
         "transfers": "120",
+        "open": "0",
         "failed": "0",
+        "not_finished": "0",
     }
 
 
@@ -289,7 +291,22 @@ def test_failures_are_named() -> None:
     assert f"Failed: transfer_failed: 3 on {D} ({P}), last at 07:59:30" in shown
     assert "Failed: handshake_setup_failed: 3" in shown
     assert "on_new_request" not in shown, "kvscope's own are on the engines page"
-    assert "4 failed" in shown
+    assert "4 not finished" in shown
+
+
+def test_a_request_with_two_failed_ranks_is_one_request() -> None:
+    found = gathered(transfer("WRITE", P, D, failed=2), pair=pair(not_finished=1))
+    cells = table_row(found)
+    assert (cells["not_finished"], cells["failed"]) == ("1", "2")
+    assert "1 not finished" in text(found)
+    assert "2 transfers failed" in text(gathered(transfer("WRITE", P, D, failed=2)))
+
+
+def test_transfers_that_were_never_seen_done_are_named() -> None:
+    """nixl#1401."""
+    found = gathered(transfer("READ", D, P, still_open=3))
+    assert f"Never seen done: READ {P} → {D}, 3 of 120 transfers" in text(found)
+    assert table_row(found)["open"] == "3"
 
 
 def test_healthy_pairs_have_no_notes() -> None:
@@ -389,6 +406,12 @@ def test_the_matrix_follows_the_table_and_enter_shows_the_pairs_requests() -> No
             await pilot.press("<", "<")
             await pilot.pause()
             assert "decode-11" not in plain(lines.lines[0])
+            app.view.apply(frames.frame(whole=False, at_ns=frames.NOW + frames.S))
+            app.page.show(app.view)
+            assert "decode-11" not in plain(lines.lines[0]), "the next frame leaves it where it was"
+            await pilot.press("up")
+            await pilot.pause()
+            assert "decode-10" in plain(lines.lines[0]), "and the cursor brings it back"
         assert app.asked == [(("p_engine=prefill-11", "d_engine=decode-11"), "2")]
 
     asyncio.run(run())
@@ -401,5 +424,11 @@ def test_a_question_that_was_not_answered_says_why() -> None:
             app.view.not_told("pairs", "took longer than 10 s")
             app.page.show(app.view)
             assert "took longer than 10 s" in "\n".join(map(plain, app.query_one(LinesView).lines))
+            app.view.told("pairs", frames.answer(pair()))
+            app.view.not_told("transfers", "it took too long")
+            app.page.show(app.view)
+            shown = "\n".join(map(plain, app.query_one(LinesView).lines))
+            assert "These figures are older: it took too long" in shown
+            assert "120 req" in shown
 
     asyncio.run(run())

@@ -25,6 +25,7 @@ from . import frames
 
 AS_OF_NS = rows.LIVE["arrived_at_ns"] + 1_500_000_000
 WIDTHS = (80, 100, 104, 160, 240)
+EVIL = "\x1b]0;title\x07"
 EVERY = [*rows.STORED, rows.LIVE]
 
 
@@ -256,7 +257,7 @@ def test_out_of_order_boundaries_are_said() -> None:
 
 def test_transfers_and_leases_per_rank(database: duckdb.DuckDBPyConnection) -> None:
     screen = text(request_lines(found(database, rows.PULL), 120))
-    assert re.search(r"READ +0 +33.6 MB +512 +0.875 +9.000–19.000 +19.500 +1.77 +done", screen)
+    assert re.search(r"READ +0 +33.6 MB +512 +0.875 +9.000–19.000 +19.500 +1.69 +done", screen)
     assert re.search(r"P +0 +41.000 +40 ms +2 +released +30.0 s", screen)
     assert "lease on P" not in screen, "said by the table already"
     late = text(request_lines(found(database, rows.EXPIRED), 120))
@@ -357,3 +358,23 @@ async def test_another_request_is_shown_from_its_top() -> None:
         await pilot.pause()
         assert int(lines.scroll_offset.y) == 0
         assert page.chosen_session() is None
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"request": {**rows.PUSH, "id": EVIL}},
+        {"request": {**rows.PULLED_BACK, "session": EVIL}},
+        {"request": {**rows.PUSH, "prompt_tokens": EVIL}},
+        {"request": rows.PUSH, "failures": [{"engine": "d", "name": "x", "source": EVIL, "rank": 0}]},
+    ],
+)
+async def test_nothing_that_a_daemon_tells_drives_the_terminal(changes: dict[str, Any]) -> None:
+    app = Alone()
+    async with app.run_test(size=(100, 60)) as pilot:
+        app.query_one(RequestPage).show(showing(Detail("1", changes)))
+        await pilot.pause()
+        strips = app.screen._compositor.render_strips()
+        assert all(segment.text.isprintable() for strip in strips for segment in strip)
+        assert any("title" in segment.text for strip in strips for segment in strip), "it is shown"

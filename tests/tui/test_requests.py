@@ -54,7 +54,7 @@ def cells(row: RequestRow, context: Context, room: int = 200) -> dict[str, str]:
 
 def test_the_figures_are_those_of_the_row() -> None:
     row = frames.request(7, session="99887766554433", turn=3, prompt_tokens=12_345)
-    found = cells(row, shown(view(recent=[row], in_flight=[])), 260)
+    found = cells(row, shown(view(recent=[row], in_flight=[])), 320)
     assert found["ttft"] == "200.0"
     assert (found["compute"], found["capacity"], found["transfer"]) == ("40.0", "10.0", "30.0")
     assert (found["coordination"], found["unknown"]) == ("115.0", "5.0")
@@ -62,6 +62,7 @@ def test_the_figures_are_those_of_the_row() -> None:
     assert (found["prompt_tokens"], found["output_tokens"]) == ("12,345", "16")
     assert (found["connector"], found["pair"]) == ("push", "prefill-0 → decode-0")
     assert (found["outcome"], found["session"]) == ("finished", "3 of …554433")
+    assert (found["total"], found["lead"]) == ("350.0", "12.0")
 
 
 def test_a_request_in_flight_grows_with_the_clock() -> None:
@@ -74,8 +75,16 @@ def test_a_request_in_flight_grows_with_the_clock() -> None:
     assert (found["step"], found["in_step"]) == ("transfer.dispatch", "3000.0")
 
 
+def test_a_decode_side_that_came_late_is_marked() -> None:
+    """router#187: it registered after prefill was over."""
+    lead = next(column for column in columns(Context()) if column.name == "lead")
+    assert lead.cell(frames.request(1, lead_ns=-40 * MS), 8) == [("-40.0", "warn")]
+    assert lead.cell(frames.request(1, lead_ns=None), 8) == [("–", "")]
+
+
 def test_one_that_generates_keeps_its_ttft() -> None:
     row = frames.in_flight(1, "decode.generate", 5 * S, ttft_ns=200 * MS)
+    assert cells(row, shown(view(recent=[], in_flight=[row])), 320)["total"] == "5050.0", "it grows"
     assert age_ns(row, NOW) == 200 * MS
     assert sum(classes(row, NOW).values()) == 200 * MS, "generating is no part of TTFT"
 
@@ -102,6 +111,7 @@ def test_what_was_not_observed_is_not_zero() -> None:
         ({"joined_by": "unjoined"}, "J"),
         ({"clock_error_ns": 1}, "±"),
         ({"in_flight": True, "outcome": "in flight"}, ">"),
+        ({"in_flight": True, "outcome": "in flight", "joined_by": "unjoined"}, ">"),
     ],
 )
 def test_each_mark_has_its_cause_and_its_meaning(changes: dict[str, Any], mark: str) -> None:
@@ -222,7 +232,13 @@ async def test_in_flight_on_top_then_newest_and_enter_opens() -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     ("column", "first"),
-    [("ttft", "late"), ("coordination", "waits"), ("bar", "waits"), ("prompt_tokens", "long")],
+    [
+        ("ttft", "late"),
+        ("coordination", "waits"),
+        ("bar", "waits"),
+        ("prompt_tokens", "long"),
+        ("step", "lost"),
+    ],
 )
 async def test_sorting_puts_the_greatest_first(column: str, first: str) -> None:
     rows = [
@@ -230,6 +246,8 @@ async def test_sorting_puts_the_greatest_first(column: str, first: str) -> None:
         frames.request(2, id="late", ttft_ns=9 * S),
         frames.request(3, id="waits", coordination_ns=8 * S),
         frames.request(4, id="long", prompt_tokens=100_000),
+        # Sorted by the step that it shows: the longest, not the one in which it was lost.
+        frames.request(5, id="lost", outcome="lost", step="transfer.wire", main_step="prefill.queue"),
     ]
     app = Alone()
     async with app.run_test(size=(160, 30)):

@@ -203,3 +203,24 @@ def test_a_question_that_was_not_answered_says_why() -> None:
             assert "took longer" in plain(app.query_one(LinesView).lines[0])
 
     asyncio.run(run())
+
+
+def test_handles_that_missed_are_named_with_the_reason_of_most() -> None:
+    (note,) = sessions.notes(REUSE)
+    assert (note.kind, note.text) == ("KV handles missed", "20 of 80, mostly expired")
+    assert sessions.notes(frames.answer(reuse("pulled", 60))) == []
+    assert sessions.notes(None) == []
+
+
+def test_figures_that_could_not_be_renewed_say_so() -> None:
+    async def run() -> None:
+        app = OnePage()
+        async with app.run_test(size=(80, 24)):
+            app.told(session())
+            app.view.not_told("reuse", "it took too long")
+            app.page.show(app.view)
+            shown = "\n".join(map(plain, app.query_one(LinesView).lines))
+            assert "These figures are older: it took too long" in shown
+            assert "60 hit" in shown
+
+    asyncio.run(run())

@@ -10,25 +10,21 @@ from textual.app import App, ComposeResult
 from kvscope.frame import RequestRow
 from kvscope.tui.lines import Line, plain, width
 from kvscope.tui.page import OpenRequest
-from kvscope.tui.pages import stuck
 from kvscope.tui.pages.rows import Context
 from kvscope.tui.pages.stuck import (
-    HELD,
     StuckPage,
-    age_ns,
     cause,
     columns,
     gauge,
     grouped,
     hidden,
     oldest_first,
-    step_name,
-    style,
     summary,
     verdict,
 )
 from kvscope.tui.table import LiveTable, lay_out
 from kvscope.tui.view import View
+from kvscope.tui.wrong import HELD, LONG_NS, STUCK_NS, age_ns, how_alarming, step_name, wrong_requests
 
 from . import frames
 from .frames import NOW, D, P, S
@@ -58,14 +54,14 @@ def text(one: View, cells: int = 120) -> str:
 )
 def test_age_marks(age_s: float, p99_ms: float | None, expected: str) -> None:
     row = frames.in_flight(1, age_ns=round(age_s * S))
-    assert style(row, NOW, p99_ms) == expected
+    assert how_alarming(row, NOW, p99_ms) == expected
 
 
 def test_generating_for_long_is_not_stuck() -> None:
     row = frames.in_flight(1, "decode.generate", 300 * S, ttft_ns=S)
-    assert style(row, NOW, 100.0) == ""
+    assert how_alarming(row, NOW, 100.0) == ""
     text, how = verdict(view(in_flight=[row]))
-    assert text.startswith("Nothing is stuck")
+    assert text.startswith("Nothing waits too long for a first token: 0 wait")
     assert how == "good"
     assert oldest_first(row, NOW) < oldest_first(frames.in_flight(2, age_ns=S), NOW)
 
@@ -95,7 +91,6 @@ def test_which_gauge_of_vllm_counts_it(step: str | None, changes: dict[str, Any]
     ("step", "changes", "words"),
     [
         ("registration.route", {"d_engine": None}, "its blocks held for a D that has not come"),
-        ("registration.notify", {"p_engine": None}, "registered by D, no progress on P"),
         ("prefill.frontend", {}, "API server"),
         (None, {"outcome": "finished"}, "P still holds blocks"),
     ],
@@ -105,6 +100,44 @@ def test_what_no_gauge_counts_is_named(step: str | None, changes: dict[str, Any]
     assert words in hidden(row)
     assert words in " ".join(text(view(in_flight=[row])).split())
     assert "In no vLLM gauge" in text(view(in_flight=[row]))
+
+
+@pytest.mark.parametrize(("age_s", "said"), [(5, False), (12, True)])
+def test_what_d_registered_and_p_has_not_begun_is_named_when_it_is_late(age_s: int, said: bool) -> None:
+    """Under push P begins while D waits: for young ones that is as it should be."""
+    row = frames.in_flight(1, "registration.notify", age_s * S, p_engine=None)
+    shown = text(view(in_flight=[row]))
+    assert ("1 registered by D, no progress on P (oldest 12.0 s)" in shown) is said
+    assert ("registered by D" in shown) is said
+    assert "In no vLLM gauge" not in shown, "D counts it as waiting"
+
+
+def test_an_engine_that_should_generate_and_is_silent_is_named() -> None:
+    """sglang#32267."""
+    rows = [frames.in_flight(number, "decode.generate", 300 * S, ttft_ns=S) for number in (1, 2)]
+    engines = [frames.engine(P), frames.engine(D, last_event_at_ns=NOW - 45 * S)]
+    hangs = view(in_flight=rows, engines=engines)
+    assert "2 generate on decode-0, silent for 45.0 s: does its engine hang?" in text(hangs)
+    assert ("2 generate on decode-0, silent for 45.0 s", "warn") in wrong_requests(hangs.frame, rows, NOW)
+    assert "silent" not in text(view(in_flight=rows)), "it records"
+    assert "silent" not in text(view(in_flight=rows[:0], engines=engines)), "it has nothing to do"
+
+
+def test_what_is_wrong_is_the_same_for_all_pages() -> None:
+    rows = [frames.in_flight(number, "readiness.signal", 300 * S) for number in range(20)]
+    answers = frames.answers(read_after_expiry=3, not_finished=9, recomputed=2, clock_error_ms=0.02)
+    hangs = view(in_flight=rows, answers=answers)
+    assert wrong_requests(hangs.frame, hangs.in_flight, hangs.now_ns) == [
+        ("20 STUCK, up to 5 min in readiness.signal", "bad"),
+        ("9 not finished", "bad"),
+        ("2 recomputed", "bad"),
+        ("3 read after expiry", "bad"),
+        ("clocks agree to ± 0.02 ms", "dim"),
+    ]
+    assert verdict(hangs)[0].startswith("20 STUCK for more than 30 s")
+    well = view(in_flight=[], answers=frames.answers(not_finished=0, clock_error_ms=0))
+    assert wrong_requests(well.frame, [], NOW) == []
+    assert wrong_requests(None, [], NOW) == []
 
 
 def test_what_a_gauge_counts_is_not() -> None:
@@ -183,7 +216,7 @@ def test_nothing_stuck_says_so_and_as_of_when() -> None:
     assert text(view(in_flight=[])) == "Nothing is in flight, so nothing is stuck (as of 08:00:00 UTC)."
     said = text(view(in_flight=[frames.in_flight(1, age_ns=S // 2)]))
     assert said.startswith(
-        "Nothing is stuck: 1 wait for a first token, 0 generate, the oldest 500 ms in transfer"
+        "Nothing waits too long for a first token: 1 wait for a first token, 0 generate, the oldest 500 ms in"
     )
     assert "as of 08:00:00 UTC" in said
 
@@ -257,5 +290,5 @@ async def test_the_oldest_is_first_and_enter_opens_it() -> None:
 
 
 def test_the_thresholds_are_those_of_the_help() -> None:
-    assert f"{stuck.LONG_NS // S} s" in StuckPage.about
-    assert f"{stuck.STUCK_NS // S} s" in StuckPage.about
+    assert f"{LONG_NS // S} s" in StuckPage.about
+    assert f"{STUCK_NS // S} s" in StuckPage.about

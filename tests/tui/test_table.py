@@ -10,6 +10,7 @@ import pytest
 from textual.app import App, ComposeResult
 from textual.pilot import Pilot
 
+from kvscope.tui.scrolled import Stumbled
 from kvscope.tui.table import Column, LiveTable, lay_out
 
 pytestmark = pytest.mark.anyio
@@ -43,6 +44,10 @@ class Holder(App[None]):
         self.first = rows
         self.opened: list[int] = []
         self.highlighted: list[int | None] = []
+        self.stumbled: list[str] = []
+
+    def on_stumbled(self, message: Stumbled) -> None:
+        self.stumbled.append(type(message.error).__name__)
 
     def compose(self) -> ComposeResult:
         yield self.table
@@ -128,7 +133,9 @@ async def test_untouched_the_cursor_stays_on_top_whatever_is_there() -> None:
         assert (app.chosen, app.table.cursor) == (9, 0)
 
 
-async def test_a_moved_cursor_stays_on_its_row_when_others_come_and_the_order_changes() -> None:
+async def test_a_moved_cursor_stays_on_its_row_when_others_come_and_sorting_brings_it_back_to_the_top() -> (
+    None
+):
     app = Holder(items(5))
     async with app.run_test(size=(80, 10)) as pilot:
         await press(pilot, "down", "down")
@@ -136,11 +143,13 @@ async def test_a_moved_cursor_stays_on_its_row_when_others_come_and_the_order_ch
         app.table.set_rows(items(50))
         assert (app.chosen, app.table.cursor) == (3, 47)
         app.table.sort_by("id")
-        assert (app.chosen, app.table.cursor) == (3, 2)
-        await press(pilot, "home")
-        assert app.chosen == 1
+        assert (app.chosen, app.table.cursor) == (1, 0)
+        await press(pilot, "down", "home")
+        app.table.set_rows(items(50)[9:])
+        assert app.chosen == 10, "home ties it to the top again"
+        await press(pilot, "down")
         app.table.sort_reverse()
-        assert app.chosen == 50, "home ties it to the top again"
+        assert app.chosen == 50
 
 
 async def test_a_row_that_moves_stays_on_its_line_of_the_screen() -> None:
@@ -241,6 +250,19 @@ async def test_control_characters_in_a_cell_are_not_sent_to_the_terminal() -> No
     async with app.run_test(size=(80, 10)):
         assert "\x1b" not in app.line(1)
         assert "\ufffd[2Jgone\ufffd" in app.line(1)
+
+
+async def test_a_row_that_cant_be_drawn_or_sorted_is_said_and_the_others_are_there() -> None:
+    app = Holder([Item(1, "a", 1.0), Item(2, "b", "odd")])  # type: ignore[arg-type]
+    async with app.run_test(size=(80, 10)) as pilot:
+        assert app.ids() == [1, 2], "as they came"
+        assert app.line(1).split()[:2] == ["1", "a"]
+        assert app.line(2).startswith("can't show this (ValueError)")
+        assert app.table.render_line(2).cell_length == app.table.size.width
+        for _ in range(3):
+            app.table.set_rows([*app.table.rows])
+        await pilot.pause()
+        assert app.stumbled == ["TypeError", "ValueError"], "each kind once"
 
 
 async def test_every_line_is_as_wide_as_the_table_also_with_wide_characters() -> None:

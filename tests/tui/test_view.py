@@ -6,7 +6,7 @@ import pytest
 
 from kvscope.frame import MAX_RECENT, Answer
 from kvscope.tui import view as view_module
-from kvscope.tui.view import State, Trouble, View, merged
+from kvscope.tui.view import Detail, State, Trouble, View, merged
 
 from . import frames
 from .frames import NOW, WINDOW, S
@@ -153,6 +153,15 @@ def test_a_daemon_without_engines_or_requests_is_told_apart() -> None:
     assert view.advice == ""
 
 
+def test_a_filter_does_not_hide_that_no_engine_is_instrumented() -> None:
+    view = View(1.0, Clock())
+    view.filters = ("connector=pull",)
+    view.apply(frames.empty())
+    assert (view.state, view.advice) == (State.EMPTY, "engines")
+    view.apply(frames.empty(labels={"": 3}))
+    assert view.advice == "filter"
+
+
 def test_ages_go_on_between_frames_and_stop_in_a_pause() -> None:
     clock = Clock()
     view = live(clock)
@@ -177,6 +186,39 @@ def test_answers_are_those_of_the_frame_and_those_asked_for() -> None:
     assert view.rows("pairs") == [{"p_engine": "prefill-0"}]
     view.told("pairs", Answer(["p_engine"], []))
     assert view.unanswered("pairs") == ""
+
+
+def test_rows_that_are_too_short_or_too_long_are_shown_as_far_as_they_go() -> None:
+    view = live()
+    view.told("pairs", Answer(["p_engine", "d_engine"], [["a"], ["b", "c", "d"]]))
+    assert view.rows("pairs") == [{"p_engine": "a"}, {"p_engine": "b", "d_engine": "c"}]
+
+
+def test_answers_of_another_window_are_told_to_be() -> None:
+    view = live()
+    pairs = Answer(["p_engine"], [])
+    view.told("pairs", pairs, NOW - 4 * S)
+    assert view.old_since_ns(["pairs"]) is None, "a live view is a little behind"
+    assert view.old_since_ns([]) is None
+    view.history = True
+    assert view.old_since_ns(["pairs"]) == NOW - 4 * S
+    view.playing = True
+    assert view.old_since_ns(["pairs"]) is None
+    view.told("pairs", pairs, NOW - 40 * S)
+    assert view.old_since_ns(["pairs", "outcomes"]) == NOW - 40 * S
+    view.told("pairs", pairs, NOW)
+    assert view.old_since_ns(["pairs"]) is None
+
+
+def test_a_look_up_that_fails_keeps_what_was_found_before() -> None:
+    view = live()
+    view.chosen = "7"
+    found = Detail("7", {"request": {"id": "7"}})
+    view.looked_up(found)
+    view.looked_up(Detail("8", None, "another"))
+    assert view.detail == found
+    view.looked_up(Detail("7", None, "it took too long"))
+    assert view.detail == Detail("7", found.answer, "it took too long")
 
 
 def test_another_scope_forgets_answers_but_not_the_figures() -> None:
@@ -219,3 +261,11 @@ def test_a_whole_frame_and_a_change_merge_to_a_whole_one() -> None:
     assert both.whole
     assert (ids(both.in_flight), ids(both.recent), both.gone) == (set(), {"1"}, [])
     assert merged(change, whole) is whole
+
+
+@pytest.mark.parametrize(("behind_s", "told_s"), [(0, 0), (5, 0), (20, 20)])
+def test_figures_older_than_the_requests_beside_them_are_told_to_be(behind_s: int, told_s: int) -> None:
+    view = live(figures_at_ns=NOW - behind_s * S)
+    assert view.behind_s == told_s
+    view.paused = True
+    assert view.behind_s == 0, "what stands still is not behind"

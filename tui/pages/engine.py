@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from kvscope import steps
 from kvscope.frame import Engine
 from kvscope.samples import Sample
-from kvscope.text import printable, size, utc
+from kvscope.text import printable, size, span, utc
 from kvscope.tui.lines import Line
 from kvscope.tui.pages import grid
 
@@ -212,12 +212,17 @@ _CONNECTOR = {
 }
 
 
-def detail_lines(group: Group | None, width: int) -> list[Line]:
-    """The chosen engine: what it runs, what it does, its host, its processes."""
+def detail_lines(group: Group | None, width: int, leases: Iterable[grid.Row] = ()) -> list[Line]:
+    """The chosen engine: what it runs, what it does, its host, its processes.
+
+    Args:
+        leases: rows of the question `leases`, of all engines.
+    """
     if group is None:
         return []
     lines: list[Line] = []
-    for key, text, style in filter(lambda found: found[1], _details(group)):
+    details = [*_details(group), _leases(group, leases)]
+    for key, text, style in filter(lambda found: found[1], details):
         for at, line in enumerate(grid.wrapped(text, max(10, width - 11), style)):
             lines.append([(f"{'' if at else key:<11}", "dim"), *line])
     return [[], *_heading(group, width), *lines, [], *processes(group, width)]
@@ -272,6 +277,19 @@ def _details(group: Group) -> Iterator[tuple[str, str, str]]:
     yield "steps", _steps_text(group), ""
     for host in dict.fromkeys(r.host for r in group.rings):
         yield from _host(group.samples, host)
+
+
+def _leases(group: Group, leases: Iterable[grid.Row]) -> tuple[str, str, str]:
+    """How the leases of the window ended on it, and the least time that was left until a deadline."""
+    texts, expired = [], False
+    for row in leases:
+        if row.raw("engine") == group.name:
+            margin = row.number("min_margin_ms")
+            left = "" if margin is None else f" ({span(round(margin * 1e6))} left at least)"
+            end = row.text("lease_end") or "held"
+            expired = expired or end == "expired"
+            texts.append(f"{grid.count(row.number('leases'))} {end}{'' if end == 'expired' else left}")
+    return "leases", ", ".join(texts), "warn" if expired else ""
 
 
 def _named(prints: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:

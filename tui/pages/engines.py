@@ -127,6 +127,7 @@ class EnginesPage(Page):
         "requests, step time, time in kvscope's hooks, CPU by process and thread, its host, and its rings "
         "with their losses."
     )
+    questions = ("leases",)
     hints = (("up/down", "choose an engine"), ("s", "sort"))
 
     DEFAULT_CSS = """
@@ -136,6 +137,7 @@ class EnginesPage(Page):
     def __init__(self) -> None:
         super().__init__()
         self._groups: list[Group] = []
+        self._leases: list[grid.Row] = []
 
     def compose(self) -> ComposeResult:
         yield Head(id="engines-head")
@@ -153,8 +155,8 @@ class EnginesPage(Page):
             return
         pairs = [row for row in view.rows("fleet") if row.get("level") == "pair"]
         self._groups = groups(frame.engines, frame.samples, pairs)
+        self._leases = grid.rows_of(view.answer("leases"))
         table = self._table()
-        table.styles.height = len(self._groups) + 1
         table.set_rows(self._groups)
         self.query_one("#engines-head", Head).draw(lambda width: header(self._groups, width))
         self._show_chosen()
@@ -168,4 +170,4 @@ class EnginesPage(Page):
 
     def _show_chosen(self) -> None:
         group = self._table().cursor_row
-        self.query_one("#engine", LinesView).draw(lambda width: detail_lines(group, width))
+        self.query_one("#engine", LinesView).draw(lambda width: detail_lines(group, width, self._leases))

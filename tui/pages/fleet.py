@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from datetime import datetime, timezone
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from textual.app import ComposeResult
 
 from kvscope import steps
-from kvscope.frame import Frame
-from kvscope.text import printable, span
+from kvscope.frame import Frame, RequestRow
+from kvscope.text import printable, span, utc
 from kvscope.tui.lines import LETTER, PATTERN, Line, sparkline, width
 from kvscope.tui.page import FilterBy, Page
-from kvscope.tui.pages import big, grid
+from kvscope.tui.pages import big, grid, sessions
+from kvscope.tui.pages import pairs as pairs_page
 from kvscope.tui.pages.entries import EntriesView, Entry
 from kvscope.tui.pages.grid import Cell, Column, Row
+from kvscope.tui.pages.pairs import Note
 from kvscope.tui.view import View, figures_at_ns
+from kvscope.tui.wrong import how_alarming, wrong_requests
 
 WIDE = 118
 """From so many columns on, blocks stand side by side."""
@@ -50,20 +52,18 @@ _ADVICE = {
     ),
 }
 """Of the largest wait: its classes, its style, what follows, and that in short."""
-_WRONG = (
-    ("not_finished", "not finished"),
-    ("not_joined", "not joined"),
-    ("peer_not_instrumented", "peer not instrumented"),
-    ("recomputed", "recomputed"),
-    ("read_after_expiry", "read after expiry"),
-    ("clamped", "with steps out of order"),
-)
+_NOTES_FROM = {"6": "Pairs", "7": "Sessions"}
+"""Pages whose notes are here too, by key."""
+
+Notes = Mapping[str, Sequence[Note]]
+"""What other pages found wrong, by the page's key."""
 
 
 class FleetPage(Page):
     key = "1"
     title = "Fleet"
     about = "Whether first tokens wait for compute or for coordination: by band of TTFT, step, pair, time."
+    questions = ("failures", "handshakes", "transfers", "pairs", "reuse")
     hints = (("enter", "only this"),)
 
     def compose(self) -> ComposeResult:
@@ -72,17 +72,24 @@ class FleetPage(Page):
     def show(self, view: View) -> None:
         if view.frame is None:
             return
-        # The last frame may hold changes only; the view has all requests in flight.
-        frame = msgspec.structs.replace(view.frame, in_flight=view.in_flight)
-        self.query_one(EntriesView).draw_entries(lambda cells: entries(frame, cells))
+        # The last frame may hold changes only; the view has all requests in flight, and their ages.
+        frame = msgspec.structs.replace(
+            view.frame, in_flight=view.in_flight, at_ns=view.now_ns, figures_at_ns=view.until_ns
+        )
+        found = pairs_page.gather(view.answer("pairs"), view.answer("transfers"), view.answer("handshakes"))
+        notes = {
+            "6": pairs_page.notes(found, view.answer("failures"), frame.engines),
+            "7": sessions.notes(view.answer("reuse")),
+        }
+        self.query_one(EntriesView).draw_entries(lambda cells: entries(frame, cells, notes))
 
     def on_entries_view_opened(self, message: EntriesView.Opened) -> None:
         self.post_message(FilterBy(*message.entry.opens or ()))
 
 
-def entries(frame: Frame, cells: int) -> list[Entry]:
+def entries(frame: Frame, cells: int, notes: Notes | None = None) -> list[Entry]:
     """The page; its rows of connectors and pairs open as filters."""
-    lines = head(frame, cells, big_figures=True)
+    lines = head(frame, cells, True, notes or {})
     tables: list[Entry] = []
     if whole(frame):
         if cells >= WIDE:
@@ -100,7 +107,7 @@ def entries(frame: Frame, cells: int) -> list[Entry]:
 
 def text_lines(frame: Frame, cells: int) -> list[Line]:
     """The page for paper: every step, figures of normal size."""
-    lines = head(frame, cells, big_figures=False)
+    lines = head(frame, cells, False, {})
     if whole(frame):
         blocks = [
             bands(frame, cells),
@@ -120,22 +127,24 @@ def whole(frame: Frame) -> Row | None:
     return row if row and row.number("requests") else None
 
 
-def head(frame: Frame, cells: int, big_figures: bool) -> list[Line]:
+def head(frame: Frame, cells: int, big_figures: bool, notes: Notes) -> list[Line]:
     """The verdict, what is wrong, the figures; or why there are none, and what to do."""
     row = whole(frame)
     wrong = outcomes(frame, cells, clocks=not big_figures)  # the header of the screen has them
+    wrong += noted(notes, cells)
     if row is None:
         return [*nothing(frame, cells), *wrong]
-    return [*verdict(frame, row, cells), *wrong, *figures(frame, row, cells, big_figures), []]
+    return [*verdict(frame, row, cells), *wrong, *figures(frame, row, cells, big_figures)]
 
 
 def nothing(frame: Frame, cells: int) -> list[Line]:
     """Why there is no first token to tell of, and what to do."""
-    window = f"the {span(frame.window_ns)} up to {_clock(figures_at_ns(frame))}"
-    if waiting := sum(row.outcome == "in flight" for row in frame.in_flight):
-        first = f"{waiting} in flight, and no first token in {window}"
+    window = f"the {span(frame.window_ns)} up to {utc(figures_at_ns(frame), date=False)[:8]} UTC"
+    if open_ := [row for row in frame.in_flight if row.outcome == "in flight"]:
+        oldest = span(max(0, frame.at_ns - min(row.arrived_at_ns for row in open_)))
+        first = f"{len(open_)} in flight, the oldest for {oldest}, and no first token in {window}"
         then = "Page 4 (Stuck) says what each of them waits for."
-    elif frame.where:
+    elif frame.where and (frame.engines or frame.labels):
         first = f"No first token in {window} fits the filter {filters(frame)}"
         then = "Escape takes the filter off, / changes it, ] makes the window longer."
     elif not frame.engines:
@@ -189,18 +198,30 @@ def verdict(frame: Frame, row: Row, cells: int) -> list[Line]:
     return [*grid.wrapped(first, cells, f"{style} strong"), *grid.wrapped(second, cells, "dim")]
 
 
-def outcomes(frame: Frame, cells: int, clocks: bool = True) -> list[Line]:
-    """What did not go right, by name; nothing when all did. `clocks`: their error even on its own."""
-    row = _all(frame)
-    if row is None:
-        return []
-    found = [f"{grid.count(row.number(column))} {name}" for column, name in _WRONG if row.number(column)]
-    error = row.number("clock_error_ms")
-    if error and (found or clocks):
-        found.append(f"clocks agree to ± {error:.3g} ms")
-        if len(found) == 1:
-            return grid.wrapped(f"The engines' {found[0]}", cells, "dim")
-    return grid.wrapped("Not right: " + " · ".join(found), cells, "bad", "  ") if found else []
+def outcomes(frame: Frame, cells: int, clocks: bool) -> list[Line]:
+    """What did not go right, by name; nothing when all did. `clocks`: their error too."""
+    wrong = wrong_requests(frame, frame.in_flight, frame.at_ns)
+    found = [text for text, style in wrong if style != "dim"]
+    error = [text for text, style in wrong if style == "dim" and clocks]
+    if found:
+        style = "bad" if any(style == "bad" for _, style in wrong) else "warn"
+        return grid.wrapped("Not right: " + " · ".join([*found, *error]), cells, style, "  ")
+    return [line for text in error for line in grid.wrapped(f"The engines' {text}", cells, "dim")]
+
+
+def noted(notes: Notes, cells: int) -> list[Line]:
+    """What other pages found wrong, with their keys: all of it where that fits a line, else by name."""
+    lines: list[Line] = []
+    for key, found in notes.items():
+        if not found:
+            continue
+        where = f" (page {key}, {_NOTES_FROM[key]})"
+        text = " · ".join(f"{note.kind}: {note.text}" for note in found) + where
+        if len(text) > cells:
+            text = " · ".join(note.kind for note in found) + where
+        style = "bad" if any(note.style == "bad" for note in found) else "warn"
+        lines += grid.wrapped(text, cells, style, "  ")
+    return lines
 
 
 def figures(frame: Frame, row: Row, cells: int, big_figures: bool) -> list[Line]:
@@ -209,6 +230,7 @@ def figures(frame: Frame, row: Row, cells: int, big_figures: bool) -> list[Line]
     open_ = [
         one for one in frame.in_flight if one.outcome == "in flight"
     ]  # P may hold blocks of others still
+    waiting = [one for one in open_ if one.ttft_ns is None]
     beside: list[Line] = [
         _numbers("TTFT ms", row, ("p50", "p90", "p99"), "ttft"),
         _numbers("TPOT ms", row, ("p50", "p90"), "tpot"),
@@ -220,12 +242,20 @@ def figures(frame: Frame, row: Row, cells: int, big_figures: bool) -> list[Line]
         [
             *_figure(str(len(open_)), "in flight"),
             ("  ", ""),
-            *_figure(str(sum(one.ttft_ns is not None for one in open_)), "of them generating"),
+            *_figure(str(len(open_) - len(waiting)), "of them generating"),
         ],
     ]
+    late = _late(waiting, frame.at_ns, row.number("p99_ttft_ms"))
     if not big_figures:
         first = _figure(grid.count(row.number("requests")), "first tokens")
-        return [[*beside[0], ("   ", ""), *first], beside[1], [*beside[2], ("   ", ""), *beside[3]]]
+        last = [late] if late else []
+        return [
+            [*beside[0], ("   ", ""), *first],
+            beside[1],
+            [*beside[2], ("   ", ""), *beside[3]],
+            *last,
+            [],
+        ]
     shares = [
         ("compute wait", _sum(row, [f"{class_}_percent" for class_ in _COMPUTE_WAIT]), steps.COMPUTE),
         ("coordination", row.number("coordination_percent"), steps.COORDINATION),
@@ -237,14 +267,25 @@ def figures(frame: Frame, row: Row, cells: int, big_figures: bool) -> list[Line]
             for name in ("p50", "p90", "p99")
             for text, unit in [_short(row.number(f"{name}_ttft_ms"))]
         ]
-        beside = [*beside[1:]]
+        beside, late = [*beside[1:], late], []
     lines: list[Line] = [[] for _ in range(big.ROWS + 1)]
     for block in blocks:
         for line, part in zip(lines, block, strict=True):
             line += [*part, ("   ", "")]
     for at, part in enumerate(beside):
         lines[at] += part
-    return lines
+    return [*lines, late]
+
+
+def _late(waiting: Sequence[RequestRow], now_ns: int, p99_ms: float | None) -> Line:
+    """How many wait for a first token, and for how long: TTFT is of those that have theirs."""
+    if not waiting:
+        return []
+    oldest = span(max(0, now_ns - min(one.arrived_at_ns for one in waiting)))
+    styles = {how_alarming(one, now_ns, p99_ms) for one in waiting}
+    style = next((style for style in ("bad", "warn") if style in styles), "")
+    wait = "wait" if len(waiting) > 1 else "waits"
+    return [(f"{len(waiting):,} {wait} for a first token, the oldest {oldest}", style)]
 
 
 def _large(title: str, text: str, style: str) -> list[Line]:
@@ -452,15 +493,26 @@ def _spark_cell(values: Sequence[float | None], style: str, top: float | None) -
 
 
 def slotted(frame: Frame, rows: Sequence[Row]) -> list[Row | None]:
-    """The spans of `fleet_trend` in their places over the window; None where there was no request."""
+    """The spans of `fleet_trend` in their places over the window; None where there was no request,
+    or not all of them have a first token yet."""
     length_ns = max(10**9, (frame.window_ns + 59) // 60)
     end_ns = figures_at_ns(frame)
     start_ns = (end_ns - frame.window_ns) // length_ns * length_ns
     slots: list[Row | None] = [None] * max(1, min(61, -(-(end_ns - start_ns) // length_ns)))
+    complete_ns = end_ns - _unripe_ns(frame)
     for row in rows:
-        at = (int(row.some("at_ns")) - start_ns) // length_ns
-        slots[max(0, min(len(slots) - 1, at))] = row
+        at_ns = int(row.some("at_ns"))
+        if at_ns + length_ns <= complete_ns or complete_ns == end_ns:
+            slots[max(0, min(len(slots) - 1, (at_ns - start_ns) // length_ns))] = row
     return slots
+
+
+def _unripe_ns(frame: Frame) -> int:
+    """The newest part of the window, of which only the quick requests have a first token so far: p99 of
+    TTFT, at most half of the window."""
+    row = _all(frame)
+    p99_ms = row.number("p99_ttft_ms") if row else None
+    return min(round((p99_ms or 0) * 1e6), frame.window_ns // 2)
 
 
 def _series(slots: Sequence[Row | None], name: str) -> list[float | None]:
@@ -490,7 +542,3 @@ def _rows(frame: Frame, question: str) -> list[Row]:
 
 def _all(frame: Frame) -> Row | None:
     return next((row for row in _rows(frame, "fleet") if row.text("level") == "all"), None)
-
-
-def _clock(ns: int) -> str:
-    return f"{datetime.fromtimestamp(ns / 1e9, timezone.utc):%H:%M:%S} UTC"

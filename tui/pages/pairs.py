@@ -31,6 +31,9 @@ MANY_DESCRIPTORS = 256
 POST_PERCENT = 25.0
 SLOW_HANDSHAKE_MS = 500.0
 
+OLD = "These figures are older: "
+"""Before the reason why there are no newer ones."""
+
 _MARK_SLOW, _MARK_PERHAPS, _MARK_FAILED = "▼", "▽", "!"
 
 
@@ -114,9 +117,9 @@ class Pair:
         return max(known, default=None)
 
     @property
-    def failed(self) -> int:
-        """Requests that did not finish, transfers and handshakes that failed."""
-        return self.not_finished + self.handshakes_failed + sum(one.failed for one in self.operations)
+    def transfers_failed(self) -> int:
+        """Of all ranks: several may belong to one request, which may have finished all the same."""
+        return sum(one.failed for one in self.operations)
 
     def handshake(self) -> tuple[str, str]:
         """State and latency, and its style. Without one in the window the two knew each other before."""
@@ -228,22 +231,20 @@ class Note(NamedTuple):
     style: str
 
 
-def notes(
-    pairs: Sequence[Pair], failures: Answer | None, engines: Sequence[Engine], cells: int
-) -> list[Line]:
+def notes(pairs: Sequence[Pair], failures: Answer | None, engines: Sequence[Engine]) -> list[Note]:
     """What is wrong with these pairs, the gravest first: one note of a kind, its evidence, and what to do."""
     short = names(pairs, 24)
     found = [*_handshake_notes(pairs, short), *_reads_and_writes(pairs, short)]
     found += _rate_notes(pairs, short, engines)
+    found += _open_notes(pairs, short)
     found += _failure_notes(failures, short)
     by_kind: dict[str, list[Note]] = {}
     for note in sorted(found, key=lambda note: note.style != "bad"):
         by_kind.setdefault(note.kind, []).append(note)
-    lines = []
-    for kind, same in by_kind.items():
-        more = f" (and {len(same) - 1} more)" if len(same) > 1 else ""
-        lines += grid.wrapped(f"{kind}: {same[0].text}{more}. {same[0].advice}", cells, same[0].style, "  ")
-    return lines
+    return [
+        same[0]._replace(text=f"{same[0].text} (and {len(same) - 1} more)") if len(same) > 1 else same[0]
+        for same in by_kind.values()
+    ]
 
 
 def _handshake_notes(pairs: Sequence[Pair], short: dict[str, str]) -> Iterable[Note]:
@@ -308,6 +309,18 @@ def _small_descriptors(pair: Pair, one: Operation, short: dict[str, str]) -> Ite
             "Larger KV blocks make fewer.",
             "warn",
         )
+
+
+def _open_notes(pairs: Sequence[Pair], short: dict[str, str]) -> Iterable[Note]:
+    for pair in pairs:
+        for one in pair.operations:
+            if one.still_open:
+                yield Note(
+                    "Never seen done",
+                    f"{one.name} {_arrow(pair, short)}, {one.still_open} of {one.transfers} transfers",
+                    "NIXL told neither success nor failure: does the other engine still run?",
+                    "warn",
+                )
 
 
 def _transport(engine: str, engines: Sequence[Engine]) -> str:
@@ -429,7 +442,8 @@ def _cell(pair: Pair | None, number: int, full: bool) -> Line:
     marks = [one.mark(pair.best_gb_per_s) for one in pair.operations]
     if not full:
         worst = next((mark for mark in marks if mark[0] == _MARK_SLOW), (" ", ""))
-        trouble = (_MARK_FAILED, "bad") if pair.failed else worst
+        failed = pair.not_finished or pair.transfers_failed or pair.handshakes_failed
+        trouble = (_MARK_FAILED, "bad") if failed else worst
         return [(f"{pair.requests}", "strong"), (f" {grid.ms(pair.p50_coordination_ms)} ", ""), trouble]
     if number == 0:
         return [
@@ -446,8 +460,10 @@ def _cell(pair: Pair | None, number: int, full: bool) -> Line:
         return [*line, *([(" GB/s", "dim")] if len(marks) == 1 else [])] or [("no transfer", "dim")]
     if pair.handshakes_failed:
         return [("handshake failed", "bad")]
-    if pair.failed:
-        return [(f"{pair.failed} failed", "bad")]
+    if pair.not_finished:
+        return [(f"{pair.not_finished} not finished", "bad")]
+    if pair.transfers_failed:
+        return [(f"{pair.transfers_failed} transfers failed", "bad")]
     text, style = pair.handshake()
     return [
         ("handshake ", "dim"),
@@ -503,7 +519,9 @@ def top(
     height: int = 40,
 ) -> Matrix:
     """What stands above the table: notes, the matrix, what its marks mean; in `height` lines if it can be."""
-    lines = notes(pairs, failures, engines, cells)
+    lines: list[Line] = []
+    for note in notes(pairs, failures, engines):
+        lines += grid.wrapped(f"{note.kind}: {note.text}. {note.advice}", cells, note.style, "  ")
     lines += [[]] if lines else []
     full = len(lines) + 3 * len({pair.p for pair in pairs}) + 4 <= height
     grid_ = matrix(pairs, cells, chosen, first, full)
@@ -541,8 +559,12 @@ def columns(name: Callable[[str, int], str]) -> list[Column[Transfers]]:
         mark, style = row.operation.mark(row.pair.best_gb_per_s)
         return [(grid.rate(row.operation.gb_per_s), style), (mark, style)]
 
-    def failed(row: Transfers, cells: int) -> Line:
-        return [(str(row.pair.failed), "bad" if row.pair.failed else "dim")]
+    def alarming(of: Callable[[Transfers], int | None]) -> Callable[[Transfers, int], Line]:
+        def cell(row: Transfers, cells: int) -> Line:
+            value = of(row)
+            return [(grid.count(value), "bad" if value else "dim")]
+
+        return cell
 
     def of(field_: str, form: Callable[[float | None], str]) -> Callable[[Transfers, int], str]:
         return lambda row, cells: form(getattr(row.operation, field_)) if row.operation else grid.NONE
@@ -652,7 +674,24 @@ def columns(name: Callable[[str, int], str]) -> list[Column[Transfers]]:
             sort=by("transfers"),
             priority=10,
         ),
-        Column("failed", "failed", failed, 6, right=True, sort=lambda row: row.pair.failed),
+        Column(
+            "open",
+            "open",
+            alarming(by("still_open")),
+            5,
+            right=True,
+            sort=by("still_open"),
+            priority=8,
+        ),
+        Column("failed", "failed", alarming(by("failed")), 6, right=True, sort=by("failed"), priority=1),
+        Column(
+            "not_finished",
+            "not fin.",
+            alarming(lambda row: row.pair.not_finished),
+            8,
+            right=True,
+            sort=lambda row: row.pair.not_finished,
+        ),
     ]
 
 
@@ -673,7 +712,10 @@ class PairsPage(Page):
         self._pairs: list[Pair] = []
         self._short: dict[int, dict[str, str]] = {}
         """Names of the engines by the room there is for one."""
+        self._cursor = ("", "")
+        """The pair that the table's cursor is on."""
         self._chosen = ("", "")
+        """The same, while the matrix follows it."""
         self._first = 0
         self._row = 0
         """Line of the matrix on which the chosen pair is."""
@@ -692,9 +734,6 @@ class PairsPage(Page):
         table.set_rows(rows)
         self._choose(table.cursor_row)
 
-    def came_into_sight(self) -> None:
-        self.query_one(LiveTable).focus()
-
     def on_resize(self, event: events.Resize) -> None:
         self.call_after_refresh(self._draw)  # when the parts have their sizes too
 
@@ -711,7 +750,10 @@ class PairsPage(Page):
         self._draw()
 
     def _choose(self, row: Transfers | None) -> None:
-        self._chosen = (row.pair.p, row.pair.d) if row else ("", "")
+        """The pair to keep in sight: where it is the same still, what was scrolled to stays."""
+        cursor = (row.pair.p, row.pair.d) if row else ("", "")
+        if cursor != self._cursor:
+            self._cursor = self._chosen = cursor
         self._draw()
 
     def _engine(self, engine: str, cells: int) -> str:
@@ -734,19 +776,22 @@ class PairsPage(Page):
 
     def _most(self) -> int:
         """Lines that what stands above the table may have."""
-        return max(3, self.size.height * 6 // 10)
+        return max(3, self.room.height * 6 // 10)
 
     def _lines(self, cells: int) -> list[Line]:
         view = self._view
         if view is None:
             return []
+        errors = [error for error in map(view.unanswered, self.questions) if error]
         if not self._pairs:
-            errors = [view.unanswered(name) for name in self.questions]
-            if not any(errors) and view.answer("pairs") is None:
+            if not errors and view.answer("pairs") is None:
                 return [[("asking …", "dim")]]
-            return nothing(view.advice, [error for error in errors if error], cells)
+            return nothing(view.advice, errors, cells)
         engines = view.frame.engines if view.frame else []
         failures = view.answer("failures")
         drawn = top(self._pairs, failures, engines, cells, self._chosen, self._first, self._most())
-        self._first, self._row = drawn.first, drawn.row
-        return drawn.lines
+        old = [
+            line for error in errors[:1] for line in grid.wrapped(f"{OLD}{printable(error)}", cells, "bad")
+        ]
+        self._first, self._row = drawn.first, drawn.row + len(old)
+        return [*old, *drawn.lines]

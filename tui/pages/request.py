@@ -9,7 +9,7 @@ from textual.app import ComposeResult
 
 from kvscope import explain
 from kvscope.advice import verdict
-from kvscope.text import ms, printable, span, table
+from kvscope.text import ms, printable, span, table, utc
 from kvscope.tui.lines import PATTERN, Line
 from kvscope.tui.lines import width as length
 from kvscope.tui.page import LinesView, Page
@@ -137,6 +137,10 @@ def detail_lines(view: View, width: int) -> list[Line]:
     if known.answer is not None:
         try:
             row = view.request(chosen)
+            if view.history:
+                row = None  # what it waited for then is not what it waits for now
+                then = utc(view.until_ns).partition(".")[0]
+                lines += grid.wrapped(f"as it is now, not at {then} UTC", width, "warn")
             lines += request_lines(known.answer, width, row.waits_for if row else "")
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             # The answer is of another program; its shape can't be trusted.

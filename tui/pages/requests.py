@@ -25,6 +25,7 @@ from kvscope.tui.pages.rows import (
     name_cell,
     newest,
     pair,
+    total_ns,
 )
 from kvscope.tui.table import Column, LiveTable
 from kvscope.tui.view import View
@@ -47,10 +48,6 @@ _CLASS_PRIORITY = {
     steps.CAPACITY: 8,
     steps.TRANSFER: 9,
     steps.UNKNOWN: 10,
-}
-_NOTHING = {
-    "requests": "no request in this window",
-    "filter": "no request fits the filter (escape clears it)",
 }
 LONGER = "▶"
 """Ends a bar that goes on beyond its scale."""
@@ -77,8 +74,11 @@ def columns(shown: Context) -> list[Column[RequestRow]]:
             return class_bar(spent, shown.scale_ns, cells)
         return [*class_bar(spent, shown.scale_ns * cells / (cells - 1), cells - 1), (LONGER, "strong")]
 
+    def step_of(row: RequestRow) -> str | None:
+        return row.step if is_in_flight(row) else row.main_step or row.step
+
     def step(row: RequestRow, cells: int) -> Line:
-        name = (row.step if is_in_flight(row) else row.main_step or row.step) or ""
+        name = step_of(row) or ""
         known = steps.BY_NAME.get(name)
         return [(printable(name), known.class_ if known else "")]
 
@@ -91,6 +91,13 @@ def columns(shown: Context) -> list[Column[RequestRow]]:
             class_, title, cell, 8, right=True, sort=lambda row: classes(row, shown.now_ns)[class_],
             priority=_CLASS_PRIORITY[class_],
         )  # fmt: skip
+
+    def total(row: RequestRow, cells: int) -> str:
+        return milliseconds(total_ns(row, shown.now_ns))
+
+    def lead(row: RequestRow, cells: int) -> Line:
+        late = row.lead_ns is not None and row.lead_ns < 0
+        return [(grid.ms(None if row.lead_ns is None else row.lead_ns / 1e6), "warn" if late else "")]
 
     def outcome(row: RequestRow, cells: int) -> Line:
         bad = row.outcome not in ("finished", "in flight")
@@ -123,8 +130,7 @@ def columns(shown: Context) -> list[Column[RequestRow]]:
             sort=lambda row: coordination_share(row, shown.now_ns),
         ),
         Column(
-            "step", "in it, or longest step", step, 23,
-            sort=lambda row: row.step or row.main_step, descending=False,
+            "step", "in it, or longest step", step, 23, sort=step_of, descending=False,
         ),
         Column(
             "in_step", "ms", lambda row, cells: milliseconds(in_step_ns(row, shown.now_ns)), 8, right=True,
@@ -145,6 +151,14 @@ def columns(shown: Context) -> list[Column[RequestRow]]:
         Column(
             "session", "turn of session", session, 15,
             sort=lambda row: (row.session, row.turn or 0) if row.session else None, priority=11,
+        ),
+        Column(
+            "total", "total ms", total, 9, right=True, sort=lambda row: total_ns(row, shown.now_ns),
+            priority=12,
+        ),
+        Column(
+            "lead", "lead ms", lead, 8, right=True, sort=lambda row: row.lead_ns, descending=False,
+            priority=13,
         ),
     ]  # fmt: skip
 
@@ -185,8 +199,8 @@ class RequestsPage(Page):
     title = "Requests"
     about = (
         "All requests in flight and the latest of the window: where each one's first token's time went, "
-        "and the step it is in. Sort by any column (that of the bars by the part that is coordination wait); "
-        "enter opens the waterfall."
+        "and the step it is in. Sort by any column (that of the bars by the part that is coordination wait). "
+        "A negative lead: D was ready only after prefill. Enter opens the waterfall."
     )
     hints = (("enter", "open"), ("s", "sort"))
 
@@ -197,7 +211,13 @@ class RequestsPage(Page):
 
     def compose(self) -> ComposeResult:
         yield Head(id="requests-head")
-        yield LiveTable(columns(self._shown), lambda row: row.id, sort="request", id="requests")
+        yield LiveTable(
+            columns(self._shown),
+            lambda row: row.id,
+            sort="request",
+            sorted_anew=self._show_head,
+            id="requests",
+        )
 
     def show(self, view: View) -> None:
         self._view = view
@@ -212,10 +232,6 @@ class RequestsPage(Page):
     @on(LiveTable.Opened, "#requests")
     def open_row(self, event: LiveTable.Opened) -> None:
         self.post_message(OpenRequest(event.row.id))
-
-    @on(LiveTable.Sorted)
-    def sorted_anew(self) -> None:
-        self._show_head()
 
     def _table(self) -> LiveTable[RequestRow]:
         return self.query_one("#requests", LiveTable)

@@ -72,6 +72,13 @@ def age_ns(row: RequestRow, now_ns: int) -> int | None:
     return max(0, now_ns - row.arrived_at_ns) if is_in_flight(row) else None
 
 
+def total_ns(row: RequestRow, now_ns: int) -> int | None:
+    """From its arrival to its end, or to now; None where its end was not observed."""
+    if is_in_flight(row):
+        return max(0, now_ns - row.arrived_at_ns)
+    return None if row.ttft_ns is None or row.generate_ns is None else row.ttft_ns + row.generate_ns
+
+
 def in_step_ns(row: RequestRow, now_ns: int) -> int | None:
     """How long a request in flight is in its step; of any other, the time in its longest step."""
     if not is_in_flight(row):
@@ -106,7 +113,7 @@ def marks(row: RequestRow) -> str:
     found = ">" if is_in_flight(row) else "" if row.outcome == "finished" else "x"
     found += "!" if row.read_after_expiry else ""
     found += "R" if row.recomputed_tokens else ""
-    found += "J" if row.joined_by in _NOT_JOINED else ""
+    found += "J" if row.joined_by in _NOT_JOINED and not is_in_flight(row) else ""
     return found + ("±" if row.clock_error_ns else "")
 
 

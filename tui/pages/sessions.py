@@ -13,6 +13,7 @@ from kvscope.tui.lines import Line
 from kvscope.tui.page import FilterBy, LinesView, Page
 from kvscope.tui.pages import grid
 from kvscope.tui.pages.grid import Row
+from kvscope.tui.pages.pairs import OLD, Note
 from kvscope.tui.table import Column, LiveTable
 from kvscope.tui.view import View
 
@@ -79,18 +80,13 @@ def summary(
 ) -> list[Line]:
     """Of the window: how many requests brought a handle of KV on D, what it was good for, and why not."""
     reused = grid.rows_of(reuse)
-    handles = _total(reused, "requests")
+    handles, hits, by_outcome = handled(reused)
     bidirectional = _total(
         [row for row in grid.rows_of(outcomes) if row.text("connector") == "bidirectional"], "requests"
     )
     absent = max(0, bidirectional - handles)
     if not handles:
         return nothing(bidirectional, cells) if not found else []
-    by_outcome: dict[str, int] = {}
-    for row in reused:
-        outcome = row.text("reuse_outcome")
-        by_outcome[outcome] = by_outcome.get(outcome, 0) + int(row.some("requests"))
-    hits = sum(by_outcome.get(name, 0) for name in _HITS)
     lines: list[Line] = [
         [
             ("KV handles: ", "title"),
@@ -128,6 +124,25 @@ def summary(
             "  ",
         )
     return [grid.padded(lines[0], cells), *lines[1:], []]
+
+
+def handled(reused: Sequence[Row]) -> tuple[int, int, dict[str, int]]:
+    """Requests that brought a handle of KV on D, those that it was good for, and requests by outcome."""
+    by_outcome: dict[str, int] = {}
+    for row in reused:
+        outcome = row.text("reuse_outcome")
+        by_outcome[outcome] = by_outcome.get(outcome, 0) + int(row.some("requests"))
+    return sum(by_outcome.values()), sum(by_outcome.get(name, 0) for name in _HITS), by_outcome
+
+
+def notes(reuse: Answer | None) -> list[Note]:
+    """Handles that missed, and why most of them did."""
+    handles, hits, by_outcome = handled(grid.rows_of(reuse))
+    if hits >= handles:
+        return []
+    most = max((name for name in by_outcome if name not in _HITS), key=lambda name: by_outcome[name])
+    text = f"{handles - hits} of {handles}, mostly {most}"
+    return [Note("KV handles missed", text, _WHY.get(most, ""), "warn")]
 
 
 def nothing(bidirectional: int, cells: int) -> list[Line]:
@@ -242,10 +257,7 @@ class SessionsPage(Page):
             self._asked_for = view.session
         above = self.query_one(LinesView)
         above.draw(lambda cells: self._lines(found, cells))
-        above.styles.height = min(len(above.lines), max(3, self.size.height // 2)) if found else "1fr"
-
-    def came_into_sight(self) -> None:
-        self.query_one(LiveTable).focus()
+        above.styles.height = min(len(above.lines), max(3, self.room.height // 2)) if found else "1fr"
 
     def chosen_session(self) -> str | None:
         row = self.query_one(LiveTable).cursor_row
@@ -263,4 +275,8 @@ class SessionsPage(Page):
             return grid.wrapped(printable(error), cells, "bad")
         if view.answer("sessions") is None:
             return [[("asking …", "dim")]]
-        return summary(found, view.answer("reuse"), view.answer("outcomes"), cells)
+        errors = [error for error in map(view.unanswered, self.questions) if error]
+        old = [
+            line for error in errors[:1] for line in grid.wrapped(f"{OLD}{printable(error)}", cells, "bad")
+        ]
+        return [*old, *summary(found, view.answer("reuse"), view.answer("outcomes"), cells)]

@@ -15,22 +15,26 @@ from kvscope.text import printable, span, utc
 from kvscope.tui.lines import Line, fit
 from kvscope.tui.page import OpenRequest, Page
 from kvscope.tui.pages import grid
-from kvscope.tui.pages.rows import Context, Head, is_in_flight, name_cell, pair, ttft_ms
+from kvscope.tui.pages.rows import Context, Head, name_cell, pair, ttft_ms
 from kvscope.tui.table import Column, LiveTable
 from kvscope.tui.view import View
+from kvscope.tui.wrong import (
+    HELD,
+    LONG_NS,
+    STUCK_NS,
+    TIMES_P99,
+    S,
+    age_ns,
+    how_alarming,
+    silent,
+    step_name,
+    waits,
+)
 
-S = 10**9
-LONG_NS = 10 * S
-"""In one step for so long: worth a look."""
-STUCK_NS = 30 * S
-"""In one step for so long: stuck. A lease of vLLM's default length ends about then."""
-TIMES_P99 = 3
-"""In one step for so many times the p99 of whole TTFTs, and a second at least: worth a look too."""
 NO_GAUGE = "none"
-HELD = "over, blocks held"
-"""In place of the step of a request that is over while P still keeps its blocks."""
 _RUNNING = ("prefill.compute", "decode.first_step", "decode.generate")
 _GROUPS = 3
+_WELL = "Nothing waits too long for a first token"
 _OWN = re.compile(
     r", [\d.]+ (?:s|min|h)\b|; lease ends in [\d.]+ (?:s|min|h)\b| of [\d.]+ (?:[kMGT]?B|tokens)\b"
 )
@@ -47,43 +51,14 @@ class Group(NamedTuple):
     """The gravest of theirs."""
 
 
-def waits(row: RequestRow) -> bool:
-    """In flight before its first token; one that generates may take its time."""
-    return row.step != "decode.generate"
-
-
-def step_name(row: RequestRow) -> str:
-    """The step in words; `HELD` where it is over."""
-    return printable(row.step) or ("not known" if is_in_flight(row) else HELD)
-
-
 def cause(row: RequestRow) -> str:
     """What it waits for without ages and sizes."""
     return _OWN.sub("", row.waits_for)
 
 
-def age_ns(row: RequestRow, now_ns: int) -> int | None:
-    """How long it has been in its step, or has held blocks since its end; None where that is not known."""
-    since = row.step_since_ns
-    if since is None and not is_in_flight(row) and row.ttft_ns is not None:
-        since = row.arrived_at_ns + row.ttft_ns + (row.generate_ns or 0)
-    return None if since is None else max(0, now_ns - since)
-
-
 def oldest_first(row: RequestRow, now_ns: int) -> tuple[bool, int]:
     """The order of the page, greatest first: by age in the step, those that generate below the others."""
     return waits(row), age_ns(row, now_ns) or 0
-
-
-def style(row: RequestRow, now_ns: int, p99_ms: float | None) -> str:
-    """How alarming its time in its step is: `bad`, `warn` or empty."""
-    age = age_ns(row, now_ns) or 0
-    if not waits(row):
-        return ""
-    if age > STUCK_NS:
-        return "bad"
-    unusual = p99_ms is not None and age > max(S, TIMES_P99 * p99_ms * 1e6)
-    return "warn" if age > LONG_NS or unusual else ""
 
 
 def gauge(row: RequestRow) -> str:
@@ -101,17 +76,27 @@ def gauge(row: RequestRow) -> str:
 
 
 def hidden(row: RequestRow) -> str:
-    """What vLLM's gauges do not tell of a request, in words; empty where they tell."""
-    step = steps.BY_NAME.get(row.step or "")
-    if step is None or step.name == "unknown":
-        return "over, and P still holds blocks" if step_name(row) == HELD else ""
-    if step.name == "prefill.frontend":
+    """What vLLM's gauges do not tell of a request, in words; empty where one counts it."""
+    if gauge(row) != NO_GAUGE:
+        return ""
+    if step_name(row) == HELD:
+        return "over, and P still holds blocks"
+    if row.step == "prefill.frontend":
         return "still in P's API server"
-    if step.stage in ("registration", "transfer") and row.p_engine is None and row.connector == "push":
-        return "registered by D, no progress on P"
-    if gauge(row) == NO_GAUGE:
-        return "P leg over, its blocks held for a D that has not come" if row.p_engine else "not on D yet"
-    return ""
+    return "P leg over, its blocks held for a D that has not come" if row.p_engine else "not on D yet"
+
+
+def not_begun(row: RequestRow, now_ns: int) -> bool:
+    """Registered by D under push for long, and nothing of it was seen on P."""
+    step = steps.BY_NAME.get(row.step or "")
+    return (
+        row.connector == "push"
+        and row.p_engine is None
+        and row.d_engine is not None
+        and step is not None
+        and step.stage in ("registration", "transfer")
+        and (age_ns(row, now_ns) or 0) > LONG_NS
+    )
 
 
 def grouped(
@@ -130,7 +115,9 @@ def grouped(
     groups = []
     for text, members in found.items():
         oldest = max(members, key=lambda row: age_ns(row, now_ns) or 0)
-        groups.append(Group(text, len(members), age_ns(oldest, now_ns) or 0, style(oldest, now_ns, p99_ms)))
+        groups.append(
+            Group(text, len(members), age_ns(oldest, now_ns) or 0, how_alarming(oldest, now_ns, p99_ms))
+        )
     groups.sort(key=lambda group: (-group.oldest_ns, group.name))
     if len(groups) > at_most:
         rest = groups[at_most - 1 :]
@@ -158,6 +145,13 @@ def summary(view: View, width: int) -> list[Line]:
         if groups := grouped(waiting, hidden, now, p99):
             said = "; ".join(f"{g.requests} {g.name} (oldest {span(g.oldest_ns)})" for g in groups)
             lines += grid.wrapped(f"In no vLLM gauge: {said}.", width, "warn", "  ")
+        if late := [row for row in waiting if not_begun(row, now)]:
+            oldest = span(max(age_ns(row, now) or 0 for row in late))
+            said = f"{len(late):,} registered by D, no progress on P (oldest {oldest})."
+            lines += grid.wrapped(said, width, "warn", "  ")
+    if view.frame is not None and (quiet := silent(view.frame.engines, rows, now)):
+        said = f"{'; '.join(quiet)}: does its engine hang? What generates has no limit of its own here."
+        lines += grid.wrapped(said, width, "warn", "  ")
     return lines
 
 
@@ -174,8 +168,8 @@ def verdict(view: View) -> tuple[str, str]:
     counts = f"{len(waiting) - held:,} wait for a first token, {len(rows) - len(waiting):,} generate"
     counts += f", {held:,} are over with blocks held" if held else ""
     if not waiting:
-        return f"Nothing is stuck: {counts} (as of {at}).", "good"
-    styles = [style(row, now, p99) for row in waiting]
+        return f"{_WELL}: {counts} (as of {at}).", "good"
+    styles = [how_alarming(row, now, p99) for row in waiting]
     stuck, slow = styles.count("bad"), styles.count("warn")
     oldest = max(waiting, key=lambda row: age_ns(row, now) or 0)
     longest = f"the oldest {span(age_ns(oldest, now) or 0)} in {step_name(oldest)}"
@@ -183,7 +177,7 @@ def verdict(view: View) -> tuple[str, str]:
         return f"{stuck:,} STUCK for more than {STUCK_NS // S} s in one step, {longest}; {counts}.", "bad"
     if slow:
         return f"{slow:,} unusually long in one step, {longest}; {counts}.", "warn"
-    return f"Nothing is stuck: {counts}, {longest} (as of {at}).", "good"
+    return f"{_WELL}: {counts}, {longest} (as of {at}).", "good"
 
 
 def _block(title: str, groups: Sequence[Group], width: int) -> list[Line]:
@@ -203,7 +197,7 @@ def columns(shown: Context) -> list[Column[RequestRow]]:
         ns = age_ns(row, shown.now_ns)
         if ns is None:
             return [(grid.NONE, "dim")]
-        return [(span(ns), style(row, shown.now_ns, shown.p99_ms))]
+        return [(span(ns), how_alarming(row, shown.now_ns, shown.p99_ms))]
 
     def step(row: RequestRow, cells: int) -> Line:
         known = steps.BY_NAME.get(row.step or "")
