@@ -169,8 +169,8 @@ def verdict(request: Row, as_of_ns: int | None = None) -> str:
     advice = of_step(main.name, request.get("connector"))
     longest = max(spent, key=lambda step: spent[step])
     said = [
-        f"Mostly {most}, {100 * waits[most] / total:.0f} % of {span(total)}; most of that in {main.name}, "
-        f"{span(spent[main])}: {advice.why}; {advice.help}."
+        f"Mostly {most}, {100 * waits[most] / total:.0f} % of {span(total)}; the largest part in "
+        f"{main.name}, {span(spent[main])}: {advice.why}; {advice.help}."
     ]
     if longest is not main:
         said.append(f"Its longest step is {longest.name}, {span(spent[longest])}.")

@@ -569,7 +569,7 @@ class Top(App[None]):
         row = self.view.request(chosen)
         text = row.client_id if row is not None and row.client_id else chosen
         self.copy_to_clipboard(text)
-        self.say(f"copied {text}")
+        self.say(f"sent to the terminal's clipboard: {text}")
 
     def action_open_session(self) -> None:
         session = self.page.chosen_session()

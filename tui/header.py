@@ -117,7 +117,8 @@ def _wrong(view: View, cells: int) -> Line:
     if not lines:
         if view.state is State.STALE:
             return [(" ", ""), ("no news from the daemon: it hangs, or the network does", "warn")]
-        return [(" nothing is lost, missing or broken", "dim")]
+        fitting = " (of requests: only those that fit the filter)" if view.filters else ""
+        return [(" nothing is lost, missing or broken" + fitting, "dim")]
     more = f" (+{len(lines) - 1} more: !)" if len(lines) > 1 else ""
     text = f"! {lines[0]}"
     return [(" ", ""), (fit(text, cells - 1 - len(more)).rstrip(), "bad"), (more, "strong")]

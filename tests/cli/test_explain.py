@@ -149,7 +149,7 @@ def test_every_step_has_its_advice() -> None:
 
 def test_the_verdict_names_class_main_step_and_what_would_help() -> None:
     assert verdict(rows.PUSH) == (
-        "Mostly coordination wait, 73 % of 412 ms; most of that in readiness.detect, 180 ms: the KV was "
+        "Mostly coordination wait, 73 % of 412 ms; the largest part in readiness.detect, 180 ms: the KV was "
         "there, but P looks for completions once per engine step; shorter engine steps on P (smaller "
         "batches, chunked prefill) would help, a faster link would not."
     )
@@ -163,7 +163,7 @@ def test_the_verdict_tells_of_the_class_even_where_another_step_is_the_longest()
     )
     said = verdict(row)
     assert said.startswith(
-        "Mostly coordination wait, 62 % of 105 ms; most of that in registration.route, 35 ms"
+        "Mostly coordination wait, 62 % of 105 ms; the largest part in registration.route, 35 ms"
     )
     assert said.endswith("Its longest step is prefill.compute, 40 ms.")
 
@@ -171,7 +171,7 @@ def test_the_verdict_tells_of_the_class_even_where_another_step_is_the_longest()
 def test_capacity_is_compute_wait_with_advice_of_its_own() -> None:
     row = rows.request(52, ("registration.blocks", 0, 90), ("prefill.compute", 90, 100))
     assert verdict(row).startswith(
-        "Mostly compute wait, 100 % of 100 ms; most of that in registration.blocks"
+        "Mostly compute wait, 100 % of 100 ms; the largest part in registration.blocks"
     )
     assert "more decode capacity would help" in verdict(row)
 

@@ -665,8 +665,8 @@ async def test_c_copies_the_id_under_the_cursor() -> None:
             assert table(top).choose(row.id)
             await top.press("c")
             assert top.app.clipboard == row.client_id
-            assert notice(top) == f"copied {row.client_id}"
-        assert "copied [/red]odd[" in top.screen
+            assert notice(top) == f"sent to the terminal's clipboard: {row.client_id}"
+        assert "clipboard: [/red]odd[" in top.screen
 
 
 async def test_c_without_a_request_says_so() -> None:

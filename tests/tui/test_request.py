@@ -179,7 +179,7 @@ def test_the_verdict_comes_first(database: duckdb.DuckDBPyConnection) -> None:
     lines = request_lines(found(database, rows.PUSH), 120)
     assert plain(lines[0]).startswith("request req-0001-7919  push, finished")
     assert plain(lines[2]).startswith(
-        "Mostly coordination wait, 73 % of 412 ms; most of that in readiness.detect"
+        "Mostly coordination wait, 73 % of 412 ms; the largest part in readiness.detect"
     )
     assert lines[2][0][1] == "strong"
 

@@ -159,6 +159,8 @@ def verdict(view: View) -> tuple[str, str]:
     """A sentence that says whether anything is stuck, and its style."""
     rows, now, p99 = view.in_flight, view.now_ns, ttft_ms(view, "p99")
     at = f"{utc(now, date=False)[:8]} UTC"
+    if view.filters:
+        at += ", only those that fit the filter"
     if not rows:
         if view.history or (view.frame is not None and not view.frame.live):
             return f"Nothing was in flight at {at}; what never finished is in Requests, by outcome.", ""
