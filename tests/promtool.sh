@@ -12,7 +12,11 @@ tool=$dir/usr/bin/promtool
 if [ ! -x "$tool" ]; then
     command -v apt-get >/dev/null || fail "no promtool on the PATH, and no apt-get"
     mkdir -p "$dir"
-    (cd "$dir" && apt-get -qq download prometheus >/dev/null 2>&1) || fail "apt-get download prometheus failed"
+    cd "$dir"
+    apt-get -qq download prometheus >/dev/null 2>&1 ||
+        { apt-get -qq update && apt-get -qq download prometheus; } >/dev/null 2>&1 ||
+        fail "apt-get download prometheus failed"
+    cd "$OLDPWD"
     dpkg-deb -x "$dir"/prometheus_*.deb "$dir" || fail "the package can't be unpacked"
     rm "$dir"/prometheus_*.deb
 fi

@@ -380,7 +380,7 @@ def test_full_queue_drops_and_counts_and_never_waits(export: Export, monkeypatch
 
 def test_request_that_cannot_be_told_takes_no_other_with_it(export: Export) -> None:
     exporter, sender = export()
-    broken = {"step": 999, "from_ns": 0, "ns": 1, "critical": True, "observed": 0, "error_ns": 0}
+    broken = {"step": 3, "from_ns": None, "ns": 1, "critical": True, "observed": 0, "error_ns": 0}
     exporter.add([request(1, waterfall=[broken]), request(2), request(3, arrived_at_ns=None)])
     until(lambda: exporter.status()["exported"] == 1)
     assert exporter.status()["lost"] == 2

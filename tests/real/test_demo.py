@@ -113,16 +113,23 @@ def shows(text: str, ms: float) -> bool:
 
 
 def check_window(url: str, mode: str, since_ns: int) -> None:
-    """Check a window in which a load has been going on, once enough of it is over."""
+    """Check a window in which a load has been going on, up to a moment at which nothing was in flight: only
+    then are figures as of that moment those of the whole requests."""
     daemon = Daemon(url)
-    sql = (
-        "SELECT count(*) FROM requests WHERE ttft_ns IS NOT NULL AND arrived_at_ns BETWEEN $since AND $until"
-    )
+    end = "arrived_at_ns + coalesce(ttft_ns, 3600000000000) + coalesce(decode_generate_ns, 0)"
+    sql = f"""
+        SELECT max(at_ns), (SELECT count(*) FROM requests WHERE arrived_at_ns < max(at_ns))
+        FROM (SELECT {end} + 1000000 AS at_ns FROM requests) AS moments
+        WHERE NOT EXISTS (FROM requests WHERE arrived_at_ns <= at_ns AND {end} >= at_ns) AND at_ns < $until
+    """
 
     def at() -> int | None:
-        at_ns = time.time_ns() - SETTLED_NS
-        window = {"since": str(since_ns), "until": str(at_ns)}
-        return at_ns if at_ns > since_ns and daemon.query("", sql, window)["rows"][0][0] > 8 else None
+        until_ns = time.time_ns() - SETTLED_NS
+        if until_ns <= since_ns:
+            return None
+        window = {"since": str(since_ns), "until": str(until_ns)}
+        ((at_ns, requests),) = daemon.query("", sql, window)["rows"]
+        return int(at_ns) if at_ns and requests > 8 else None
 
     check_figures(url, mode, since_ns, wait_until(at, 90, "enough requests"))
     daemon.close()
