@@ -143,13 +143,15 @@ def test_ttft_agrees_with_the_streaming_client(scene: Scene, capsys: pytest.Capt
                 f"\n{scene.mode}: client TTFT without client and router hops, minus kvscope's: median "
                 f"{median:.2f} ms, p99 {p99:.2f} ms, least {min(differences):.2f} ms of {len(differences)}"
             )
-        # kvscope never claims more than the client saw.
-        assert min(differences) > -2
-        # Other work on the machine can only add to the HTTP between router and engines: a quiet run counts.
-        if median < 10 and p99 < 40:
+        # kvscope never claims more than the client saw. Other work on the machine adds to the HTTP between
+        # router and engines, or holds the router up between a stamp and its cause: a quiet run counts.
+        if min(differences) > -2 and median < 10 and p99 < 40:
             return
         results = scene.send(Load([(64, 200, 450, 900)[i % 4] for i in range(60)], 6, seed=70 + attempt))
-    pytest.fail(f"the client's TTFT is longer: median {median:.2f} ms, p99 {p99:.2f} ms")
+    pytest.fail(
+        f"the client's TTFT is another: median {median:.2f} ms, p99 {p99:.2f} ms, "
+        f"least {min(differences):.2f} ms"
+    )
 
 
 @every_mode
