@@ -31,7 +31,7 @@ from kvscope import __version__, schema
 from kvscope.errors import KvscopeError
 from kvscope.samples import OWN_NAMES
 from kvscope.schema import ENGINES, REQUESTS, SAMPLES, TABLES
-from kvscope.storefile import TIMES
+from kvscope.storefile import META, TIMES, create_tables
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,6 @@ UNENDED_NS = 3600 * 10**9
 
 THREADS = 2
 """Of DuckDB, for all questions together: the rest of the host belongs to the engines."""
-_META = "CREATE TABLE meta (key VARCHAR, value VARCHAR)"
 _ENGINE_UPDATES = ("next_seq", "read", "lost", "torn", "rejected", "state", "state_detail")
 _COLUMN = {column.name: i for i, column in enumerate(REQUESTS.columns)}
 _LEGS = (
@@ -268,7 +267,7 @@ class Store:
                 source.begin()
                 for table in TABLES:
                     target.execute(schema.create_sql(table))
-                target.execute(_META)
+                target.execute(META)
                 for name in ("meta", *(t.name for t in TABLES)):
                     target.register("rows", source.sql(f"FROM {name}").to_arrow_reader())
                     target.execute(f"INSERT INTO {name} SELECT * FROM rows")
@@ -348,15 +347,7 @@ class Store:
     def _check_version(self, database: duckdb.DuckDBPyConnection) -> None:
         tables = {name for (name,) in database.execute("SELECT table_name FROM duckdb_tables()").fetchall()}
         if not tables:
-            database.begin()
-            for table in TABLES:
-                database.execute(schema.create_sql(table))
-            database.execute(_META)
-            database.execute(
-                "INSERT INTO meta VALUES ('schema_version', ?), ('made_by', ?)",
-                [str(schema.VERSION), f"kvscope {__version__}"],
-            )
-            database.commit()
+            create_tables(database)
             return
         known = {"meta", "requests"} <= tables  # which all versions have
         found = dict(database.execute("SELECT key, value FROM meta").fetchall()) if known else {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvscope import schema
+from kvscope import __version__, schema
 from kvscope.errors import KvscopeError
 from kvscope.filters import literal
 from kvscope.text import printable
@@ -21,12 +21,26 @@ TIMES = {t.name: next(c.name for c in t.columns if c.name.endswith("at_ns")) for
 """By table: the column that says when a row began."""
 LAYOUT = "v1"
 """Version of the directory's layout, and the name of its first level."""
+META = "CREATE TABLE meta (key VARCHAR, value VARCHAR)"
 _IN_MEMORY = "memory"
 """Name that DuckDB gives to a database without a file."""
 _CONFIG: dict[str, str | bool | int | float | list[str]] = {
     "memory_limit": "2GB",
     "python_enable_replacements": "false",
 }
+
+
+def create_tables(database: duckdb.DuckDBPyConnection) -> None:
+    """Make an empty database a store."""
+    database.begin()
+    for table in schema.TABLES:
+        database.execute(schema.create_sql(table))
+    database.execute(META)
+    database.execute(
+        "INSERT INTO meta VALUES ('schema_version', ?), ('made_by', ?)",
+        [str(schema.VERSION), f"kvscope {__version__}"],
+    )
+    database.commit()
 
 
 def open_file(path: Path) -> duckdb.DuckDBPyConnection:

@@ -135,23 +135,20 @@ def _outside_kvscope(scene: Scene, results: list[Result]) -> list[float]:
 @every_mode
 def test_ttft_agrees_with_the_streaming_client(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
     results = scene.results
-    for attempt in range(3):
+    for attempt in range(4):
         differences = _outside_kvscope(scene, results)
-        median, p99 = statistics.median(differences), statistics.quantiles(differences, n=100)[98]
+        median, least = statistics.median(differences), min(differences)
+        # What one in a hundred may exceed, by rank: one stall of the machine is not kvscope's.
+        p99 = sorted(differences)[-1 - len(differences) // 100]
+        line = f"median {median:.2f} ms, p99 {p99:.2f} ms, least {least:.2f} ms of {len(differences)}"
         with capsys.disabled():
-            print(
-                f"\n{scene.mode}: client TTFT without client and router hops, minus kvscope's: median "
-                f"{median:.2f} ms, p99 {p99:.2f} ms, least {min(differences):.2f} ms of {len(differences)}"
-            )
+            print(f"\n{scene.mode}: client TTFT without client and router hops, minus kvscope's: {line}")
         # kvscope never claims more than the client saw. Other work on the machine adds to the HTTP between
         # router and engines, or holds the router up between a stamp and its cause: a quiet run counts.
-        if min(differences) > -2 and median < 10 and p99 < 40:
+        if least > -2 and median < 10 and p99 < 40:
             return
-        results = scene.send(Load([(64, 200, 450, 900)[i % 4] for i in range(60)], 6, seed=70 + attempt))
-    pytest.fail(
-        f"the client's TTFT is another: median {median:.2f} ms, p99 {p99:.2f} ms, "
-        f"least {min(differences):.2f} ms"
-    )
+        results = scene.send(Load([(64, 200, 450, 900)[i % 4] for i in range(100)], 6, seed=70 + attempt))
+    pytest.fail(f"the client's TTFT is another: {line}")
 
 
 @every_mode
