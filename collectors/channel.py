@@ -26,6 +26,7 @@ from kvscope.samples import Sample
 from kvscope.schema import REQUESTS
 from kvscope.text import duration_ns
 from kvscope.views import waits
+from kvscope.windows import Step, label_of
 
 if TYPE_CHECKING:
     import pyarrow
@@ -44,7 +45,7 @@ FIGURES_RETRY_S = 5.0
 """Until figures are asked for again that could not be made."""
 
 _COLUMNS = [column.name for column in REQUESTS.columns]
-_WATERFALL, _LABEL = _COLUMNS.index("waterfall"), _COLUMNS.index("label")
+_WATERFALL, _LABEL, _ARRIVED = (_COLUMNS.index(name) for name in ("waterfall", "label", "arrived_at_ns"))
 
 
 class Look(NamedTuple):
@@ -132,6 +133,9 @@ class Around(Protocol):
     def about(self) -> tuple[list[Engine], list[str]]: ...
     def samples(self) -> list[Sample]: ...
 
+    def benchmarks(self) -> tuple[Step, ...]:
+        """Windows whose requests count as of their label."""
+
     def table(self, look: Look, waterfalls: bool) -> pyarrow.Table: ...
     def build(self, scope: Scope, live: pyarrow.Table, recent: bool) -> Frame: ...
 
@@ -152,6 +156,8 @@ class Channel:
         self._scope = scope
         self._window_ns = duration_ns(scope.window)
         self._filters = parse_filters(scope.where)
+        self._waited = any(one.waited for one in self._filters)
+        """Requests may come to pass a filter just by waiting."""
         self._lock = threading.Lock()
         # Guarded by _lock.
         self._epoch = 0
@@ -166,6 +172,7 @@ class Channel:
         self._figures_due = self._figures_made = float("-inf")
         self._figures_error = ""
         self._asked: Future[Figures] | None = None
+        self._benchmarks: tuple[Step, ...] = ()
         self._anew = True
         """All is to be taken anew at the next tick."""
         self._doubtful = False
@@ -287,6 +294,9 @@ class Channel:
             return
         # In this order: what is stored in between is seen twice, not missed.
         look, at_ns = view.look()[0], view.now_ns()
+        benchmarks = view.benchmarks()
+        self._anew = self._anew or benchmarks != self._benchmarks
+        self._benchmarks = benchmarks
         anew = self._anew or (self._doubtful and now >= self._figures_due)
         fed = None if anew else view.feed.since(self._number)
         made = self._newer_figures() if fed is not None and not fresh else None
@@ -346,15 +356,19 @@ class Channel:
             id_ = str(one.row[0])
             stored.add(id_)
             self._over.discard(id_)
-            if self._fits(one.row, one.columns) and one.shown().arrived_at_ns >= since_ns:
-                self._put_recent(one.shown())
+            label = self._label_of(one.row)
+            if self._fits(label, one.columns) and one.shown().arrived_at_ns >= since_ns:
+                self._put_recent(_labelled(one.shown(), label))
             elif self._recent.pop(id_, None) is not None:
                 self._gone.append((tick, id_))
 
         live: dict[LiveRequest, RequestRow | None] = {}
         in_flight, over = set(), set()
         for request in look.requests:
-            row = live[request] = self._live[request] if request in self._live else self._show(request)
+            row = self._live.get(request)
+            if row is None and (self._waited or request not in self._live):
+                row = self._show(request)
+            live[request] = row
             if row is None or row.id in stored or (row.id in self._recent and row.id not in self._over):
                 continue  # of another scope; or it is stored, and this is what it was before
             if row.in_flight:
@@ -389,14 +403,22 @@ class Channel:
             )
             shown = request.shown = (row, columns)
         row, columns = shown
-        return row if self._fits(request.row, lambda: columns) else None
+        label = self._label_of(request.row)
+        if not self._fits(label, lambda: columns):
+            return None
+        return _labelled(row, label)
 
-    def _fits(self, row: Row, columns: Callable[[], dict[str, Any]]) -> bool:
-        """Whether a row of `requests` is of the scope, its window aside."""
+    def _label_of(self, row: Row) -> str:
+        """What a row of `requests` counts as."""
+        return label_of(self._benchmarks, row[_LABEL], row[_ARRIVED]) or ""
+
+    def _fits(self, label: str, columns: Callable[[], dict[str, Any]]) -> bool:
+        """Whether a request that counts as of `label` is of the scope, its window aside."""
         assert self._figures is not None, "there are figures before anything is followed"
-        if (row[_LABEL] or "") != self._figures.label:
+        if label != self._figures.label:
             return False
-        return all(one.matches(columns()) for one in self._filters)
+        row = {**columns(), "label": label} if self._filters else {}
+        return all(one.matches(row, self._at_ns) for one in self._filters)
 
     def _put_recent(self, row: RequestRow) -> None:
         self._recent.pop(row.id, None)
@@ -412,6 +434,10 @@ class Channel:
             if known is not None and known[0].arrived_at_ns == arrived_at_ns:
                 del self._recent[id_]
                 self._over.discard(id_)
+
+
+def _labelled(row: RequestRow, label: str) -> RequestRow:
+    return row if row.label == label else msgspec.structs.replace(row, label=label)
 
 
 def without_waterfall(row: Row) -> Row:

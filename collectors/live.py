@@ -6,6 +6,7 @@ that all channels together take a bounded part of a core. Where nobody looks not
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvscope import frame as frames
-from kvscope import health, query
+from kvscope import health, query, windows
 from kvscope.collectors.channel import (
     MIN_FIGURES_S,
     SHARED_S,
@@ -29,6 +30,7 @@ from kvscope.filters import checked_text, parse_filters
 from kvscope.frame import Engine, Frame, Scope
 from kvscope.samples import Sample
 from kvscope.text import duration_ns
+from kvscope.windows import Step
 
 if TYPE_CHECKING:
     import duckdb
@@ -101,6 +103,7 @@ class LiveView:
         # Replaced as a whole: (when, what).
         self._looked: tuple[float, Look, int] | None = None
         self._about: tuple[float, list[Engine], list[str]] | None = None
+        self._benchmarks: tuple[float, tuple[Step, ...]] | None = None
         self._figures = ThreadPoolExecutor(1, "kvscope-figures")
 
     # --- for viewers -----------------------------------------------------------------------------
@@ -112,7 +115,7 @@ class LiveView:
             UsageError: the scope is not understood.
             QueryError: its questions took too long.
         """
-        check(scope)
+        scope = self._checked(scope)
         if scope.at:
             return self.build(scope, self.table(self.look()[0], waterfalls=True), recent=True)
         return self.channel(scope).whole()
@@ -124,7 +127,7 @@ class LiveView:
             UsageError: the scope is not understood, or is of the past.
             TooManyViewers: there are `MAX_STREAMS` already.
         """
-        check(scope)
+        scope = self._checked(scope)
         if scope.at:
             raise UsageError("a stream is of now; ask /api/v1/live for each moment of the past")
         with self._lock:
@@ -134,6 +137,13 @@ class LiveView:
                 )
             self._streams += 1
         return Stream(self, scope)
+
+    def _checked(self, scope: Scope) -> Scope:
+        if scope.at.startswith("@"):
+            with contextlib.closing(self._daemon.cursor()) as cursor:
+                scope = frames.resolved(cursor, scope)
+        check(scope)
+        return scope
 
     def requests(self) -> pyarrow.Table:
         """All requests that the store does not have (yet), as Arrow."""
@@ -177,6 +187,18 @@ class LiveView:
             engines = [Engine(**{name: ring[name] for name in fields}) for ring in status["rings"]]
             known = self._about = (self._clock(), engines, list(health.problems(status)))
         return known[1], known[2]
+
+    def benchmarks(self) -> tuple[Step, ...]:
+        """Windows whose requests count as of their label, no older than `STATUS_S`."""
+        known = self._benchmarks
+        if known is None or self._clock() - known[0] > STATUS_S:
+            with contextlib.closing(self._daemon.cursor()) as cursor:
+                known = self._benchmarks = (self._clock(), windows.benchmarks(cursor))
+        return known[1]
+
+    def relabelled(self) -> None:
+        """A window was changed."""
+        self._benchmarks = None
 
     def samples(self) -> list[Sample]:
         return self._daemon.samples()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvscope import __version__, query, steps
+from kvscope import __version__, query, steps, windows
 from kvscope.errors import UsageError
 from kvscope.filters import Filter, checked_text, parse_filters
 from kvscope.health import engine_problems
@@ -22,6 +22,7 @@ from kvscope.selection import Selection, make_views, moment_ns, requests_sql
 from kvscope.storefile import relation
 from kvscope.text import duration_ns
 from kvscope.views import waits, waits_sql
+from kvscope.windows import Window
 
 if TYPE_CHECKING:
     import duckdb
@@ -32,6 +33,7 @@ MAX_RECENT = 10_000
 MAX_WINDOW_NS = 366 * 86400 * 10**9
 MAX_ENGINES = 10_000
 MAX_LABELS = 100
+MAX_WINDOWS = 20
 MAX_SAMPLES = 100_000
 MAX_LIFE_NS = 86400 * 10**9
 """How far back a request is looked for that was in flight at a moment in the past."""
@@ -49,8 +51,8 @@ class Scope(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=Tru
     window: str = "5m"
     """How long: a duration such as 90s, 5m or 2h."""
     at: str = ""
-    """Its end: a duration before now, a moment (ISO 8601, UTC unless it says otherwise) or Unix
-    nanoseconds; empty is now."""
+    """Its end: a duration before now, a moment (ISO 8601, UTC unless it says otherwise), Unix nanoseconds, or
+    `@NAME` or `@NAME.end` of a named window; empty is now."""
     where: tuple[str, ...] = ()
     """Filters as of `kvscope requests`; all must hold."""
     label: str | None = None
@@ -192,6 +194,8 @@ class Frame(msgspec.Struct, kw_only=True):
     """The latest of each kind."""
     problems: list[str] = []
     """What is lost, missing or broken, one line each, the gravest first."""
+    windows: list[Window] = []
+    """The named windows (name, kind, beginning, end) of which some time is in this one."""
     findings: list[Finding] = []
     """What the daemon found; none so far."""
 
@@ -219,6 +223,7 @@ def build(
         QueryError: it took too long.
     """
     with contextlib.closing(cursor):
+        scope = resolved(cursor, scope)
         at_ns, window = moments(scope, now_ns)
         filters = parse_filters(scope.where)
         with query.reading(cursor, limits.seconds, window, live):
@@ -240,6 +245,7 @@ def build(
                 answers=_answers(cursor, selection, limits),
                 recent=rows,
                 recent_total=total,
+                windows=windows.overlapping(windows.current(cursor), window.since_ns, at_ns)[:MAX_WINDOWS],
             )
             if scope.at:
                 frame.in_flight = _in_flight(cursor, selection, at_ns, live)
@@ -248,6 +254,16 @@ def build(
                 # Their state and losses are stored once, as of the end, not of that moment.
                 frame.problems = [f"{one} (as last seen)" for one in engine_problems(frame.engines)]
     return frame
+
+
+def resolved(cursor: duckdb.DuckDBPyConnection, scope: Scope) -> Scope:
+    """The scope with a moment in the place of a window's name.
+
+    Raises:
+        UsageError: there is no such window.
+    """
+    at = windows.moment(cursor, scope.at, "at")
+    return scope if at == scope.at else msgspec.structs.replace(scope, at=str(at))
 
 
 def moments(scope: Scope, now_ns: int) -> tuple[int, Selection]:

@@ -29,6 +29,8 @@ class Table(NamedTuple):
     columns: tuple[Column, ...]
     key: str
     """Column that names a row for good: a row read twice from a ring is stored once."""
+    kept: bool = False
+    """Few rows, wanted at any time: no selection of time leaves one out, and none is too old to keep."""
 
 
 WATERFALL_TYPE = (
@@ -234,11 +236,33 @@ ENGINES = Table(
         Column("torn", "UBIGINT", "Of the lost: damaged slots"),
         Column("rejected", "UBIGINT", "Events read and not understood"),
         Column(
-            "state", "VARCHAR", "recording, stopped (recorder gave up), ended (orderly), gone (process died)"
+            "state",
+            "VARCHAR",
+            "recording, stopped (recorder gave up), ended (nothing in flight), gone (died)",
         ),
-        Column("state_detail", "VARCHAR", "Why it stopped"),
+        Column("state_detail", "VARCHAR", "Why it stopped, or how it died"),
     ),
     "id",
+    kept=True,
+)
+
+LABELS = Table(
+    "labels",
+    "Windows of time that people named, and notes about them. Rows are only added: of each name the row made "
+    "last counts.",
+    (
+        Column("id", "UBIGINT", "Random"),
+        Column("made_at_ns", "BIGINT", "When the row was made"),
+        Column("name", "VARCHAR", "Of the window; unique among those not removed"),
+        Column("kind", "VARCHAR", "incident, release or benchmark"),
+        Column("from_at_ns", "BIGINT", "When the window begins"),
+        Column("until_at_ns", "BIGINT", "When it ends; NULL where it has no end (yet)"),
+        Column("note", "VARCHAR", "What was noted with this row; NULL where nothing was"),
+        Column("made_by", "VARCHAR", "Who made the row, where they said so; else empty"),
+        Column("removed", "BOOLEAN", "With this row the window was removed"),
+    ),
+    "id",
+    kept=True,
 )
 
 SAMPLES = Table(
@@ -264,7 +288,7 @@ SAMPLES = Table(
     "id",
 )
 
-TABLES = (REQUESTS, TRANSFERS, LEASES, HANDSHAKES, FAILURES, ENGINES, SAMPLES)
+TABLES = (REQUESTS, TRANSFERS, LEASES, HANDSHAKES, FAILURES, ENGINES, SAMPLES, LABELS)
 BY_NAME = {table.name: table for table in TABLES}
 
 

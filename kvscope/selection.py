@@ -2,17 +2,19 @@
 
 On a reading connection, temporary views that are named like the tables take their place, restricted to the
 selection; so neither named questions nor users' SQL say anything about it. On a daemon, the view `requests`
-also has the requests that are in flight and have had their first token.
+also has the requests that are in flight and have had their first token. Wherever requests are read, those of
+a benchmark's window have its label (see `windows`).
 """
 
 from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvscope import schema, steps, storefile
+from kvscope import schema, steps, storefile, windows
 from kvscope.errors import UsageError
 from kvscope.filters import Filter, literal
 from kvscope.join import LONG_QUIET_NS, LOST_QUIET_NS, QUIET_NS
@@ -27,8 +29,8 @@ LIVE = "live_requests"
 LATE_NS = 600 * 10**9
 """How much earlier a request may turn out to have arrived than was known while it was in flight."""
 
-TIMES = {name: column for name, column in storefile.TIMES.items() if name != schema.ENGINES.name}
-"""By table that is restricted: the column that says when a row began. Engines are there all the time."""
+TIMES = {name: column for name, column in storefile.TIMES.items() if not schema.BY_NAME[name].kept}
+"""By table that is restricted: the column that says when a row began."""
 
 
 class Selection(NamedTuple):
@@ -100,11 +102,12 @@ def make_views(cursor: duckdb.DuckDBPyConnection, selection: Selection | None, l
     """
     if live is not None:
         cursor.register(LIVE, live)
-    if live is not None or selection not in (None, Selection()):
-        chosen = selection or Selection()
+    chosen = selection or Selection()
+    benchmarks = windows.benchmarks(cursor, chosen.since_ns, chosen.until_ns)
+    if live is not None or chosen != Selection() or benchmarks or storefile.has_archived(cursor):
         for name in TIMES:
             if name == schema.REQUESTS.name:
-                sql = requests_sql(cursor, chosen, live)
+                sql = requests_sql(cursor, chosen, live, benchmarks=benchmarks)
             else:
                 stored = storefile.relation(cursor, name, chosen.since_ns, chosen.until_ns)
                 sql = f"SELECT * FROM {stored}{_where(_time_conditions(name, chosen))}"
@@ -114,21 +117,29 @@ def make_views(cursor: duckdb.DuckDBPyConnection, selection: Selection | None, l
 
 
 def requests_sql(
-    cursor: duckdb.DuckDBPyConnection, selection: Selection, live: Any = None, first_token: bool = True
+    cursor: duckdb.DuckDBPyConnection,
+    selection: Selection,
+    live: Any = None,
+    first_token: bool = True,
+    benchmarks: Sequence[windows.Step] | None = None,
 ) -> str:
     """A SELECT of the requests of `selection`, stored and `live`.
 
     Args:
         first_token: leave out those in flight that have had no first token.
+        benchmarks: windows whose requests count as of their label; None for those of the store.
     """
     name, at = schema.REQUESTS.name, TIMES[schema.REQUESTS.name]
-    table = _as_of(storefile.relation(cursor, name, selection.since_ns, selection.until_ns), selection)
+    if benchmarks is None:
+        benchmarks = windows.benchmarks(cursor, selection.since_ns, selection.until_ns)
+    stored_rows = storefile.relation(cursor, name, selection.since_ns, selection.until_ns)
+    table = windows.labelled_sql(_as_of(stored_rows, selection), benchmarks)
     names = [column.name for column in schema.REQUESTS.columns]
     conditions = _time_conditions(name, selection)
     if selection.label is not None:
         conditions.append(f"coalesce(label, '') = {literal(selection.label)}")
     stored = {column.name for column in schema.REQUESTS.columns}
-    conditions += [one.sql() for one in selection.filters if one.column in stored]
+    conditions += [one.sql(selection.as_of_ns) for one in selection.filters if one.column in stored]
     if first_token:
         conditions.append("(ttft_ns IS NOT NULL OR outcome IS DISTINCT FROM 'in flight')")
     sql = f"SELECT * FROM {table}{_where(conditions)}"
@@ -137,8 +148,10 @@ def requests_sql(
         least_ns = min((at_ns for at_ns in live.column(at).to_pylist() if at_ns is not None), default=0)
         columns = ", ".join(f'CAST("{c.name}" AS {c.type}) AS "{c.name}"' for c in schema.REQUESTS.columns)
         sql += (
-            f" UNION ALL SELECT {columns} FROM {_as_of(LIVE, selection)} ANTI JOIN "
-            f"(SELECT id FROM {storefile.relation(cursor, name)} WHERE {at} >= {least_ns - LATE_NS}) "
+            f" UNION ALL SELECT {columns} FROM {windows.labelled_sql(_as_of(LIVE, selection), benchmarks)} "
+            "ANTI JOIN "
+            f"(SELECT id FROM {storefile.relation(cursor, name, least_ns - LATE_NS)} "
+            f"WHERE {at} >= {least_ns - LATE_NS}) "
             "AS stored USING (id)"
             f"{_where(conditions)}"
         )

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from contextlib import AbstractContextManager
+
+import msgspec
 
 from kvscope import settings
 from kvscope.client import Daemon, StoreFile, opened
+from kvscope.errors import UsageError
 
 
 def add_source_arguments(parser: argparse.ArgumentParser, db: bool = True, *names: str) -> None:
@@ -24,6 +28,43 @@ def add_source_arguments(parser: argparse.ArgumentParser, db: bool = True, *name
     settings.add_arguments(parser, *names, "host", "port")
 
 
+def add_window_arguments(parser: argparse.ArgumentParser, since: str = "", until: str = "") -> None:
+    """From when to when: `--since`, `--until`, and `--during` for both at once.
+
+    Args:
+        since, until: their defaults.
+    """
+    moment = "a duration before now such as 10m, ISO 8601 (UTC), Unix nanoseconds, @NAME or @NAME.end"
+    parser.add_argument(
+        "--since", default=since, metavar="MOMENT", help=f"what began then or later: {moment}"
+    )
+    parser.add_argument(
+        "--until", default=until, metavar="MOMENT", help="what began before: a moment likewise"
+    )
+    add_during_argument(parser)
+
+
+def add_during_argument(parser: argparse.ArgumentParser) -> None:
+    """`--during`, where a command has `--since` and `--until` of its own."""
+    parser.add_argument(
+        "--during", metavar="NAME", help="from the beginning to the end of a named window (kvscope label)"
+    )
+
+
+def apply_during(arguments: argparse.Namespace) -> None:
+    """Have `since` and `until` say what `--during` says.
+
+    Raises:
+        UsageError: they say something themselves.
+    """
+    if not arguments.during:
+        return
+    if arguments.since or arguments.until:
+        raise UsageError("--during stands for --since and --until; leave those away")
+    name = arguments.during.strip().removeprefix("@")
+    arguments.since, arguments.until = f"@{name}", f"@{name}.end"
+
+
 def daemon_url(arguments: argparse.Namespace) -> str:
     """The daemon's address: flag, environment, settings."""
     if url := arguments.url or os.environ.get("KVSCOPE_URL"):
@@ -37,3 +78,8 @@ def open_source(arguments: argparse.Namespace) -> AbstractContextManager[Daemon 
     """The file that `--db` names, else the daemon."""
     db = getattr(arguments, "db", None)
     return opened("" if db else daemon_url(arguments), db)
+
+
+def print_json(value: object) -> None:
+    """What `--json` prints."""
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")

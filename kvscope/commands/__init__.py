@@ -5,14 +5,22 @@ A module's docstring is its help: the first paragraph describes it, the rest are
 
 from __future__ import annotations
 
-import sys
+from kvscope.source import (
+    add_during_argument,
+    add_source_arguments,
+    add_window_arguments,
+    apply_during,
+    daemon_url,
+    open_source,
+    print_json,
+)
 
-import msgspec
-
-from kvscope.source import add_source_arguments, daemon_url, open_source
-
-__all__ = ["add_source_arguments", "daemon_url", "open_source", "print_json"]
-
-
-def print_json(value: object) -> None:
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
+__all__ = [
+    "add_during_argument",
+    "add_source_arguments",
+    "add_window_arguments",
+    "apply_during",
+    "daemon_url",
+    "open_source",
+    "print_json",
+]

@@ -5,6 +5,7 @@ examples:
   kvscope requests --since 10m --sort ttft_ns
   kvscope requests --where 'coordination_ns>100ms' --where connector=push
   kvscope requests --where 'outcome!=finished' --db snapshot.duckdb --json
+  kvscope requests --during outage-7 --sort coordination_ns
 
 Filters are column=value, or != > >= < <=, or ~ for "contains"; all must hold. Columns are those of the
 table requests, the sums compute_ns, capacity_ns, transfer_ns, coordination_ns, compute_wait_ns, and
@@ -18,7 +19,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from kvscope.commands import add_source_arguments, open_source, print_json
+from kvscope.commands import (
+    add_source_arguments,
+    add_window_arguments,
+    apply_during,
+    open_source,
+    print_json,
+)
 from kvscope.lookup import Listing
 from kvscope.text import ms, shortened, table, utc
 
@@ -31,14 +38,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sort", default="arrived_at_ns", metavar="COLUMN", help="largest first; COLUMN:asc turns it"
     )
     parser.add_argument("--limit", type=int, default=20, metavar="N", help="requests at most (20)")
-    parser.add_argument("--since", default="", metavar="AGO", help="arrived since, such as 10m or 2h")
+    add_window_arguments(parser)
     parser.add_argument("--json", action="store_true", help="all columns as JSON")
     add_source_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    apply_during(arguments)
     listing = Listing(
-        where=arguments.where, sort=arguments.sort, limit=arguments.limit, since=arguments.since
+        where=arguments.where,
+        sort=arguments.sort,
+        limit=arguments.limit,
+        since=arguments.since,
+        until=arguments.until,
     )
     with open_source(arguments) as source:
         rows = source.requests(listing)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvscope import query, storefile, views
 from kvscope.errors import UsageError
 from kvscope.filters import MAX_FILTER_CHARACTERS, Filter, parse_filter
-from kvscope.selection import moment_ns
+from kvscope.selection import Selection, moment_ns, requests_sql
 
 from . import rows
 
@@ -204,13 +204,87 @@ def test_a_filter_means_in_sql_what_it_means_in_memory(
 def test_numbers_too(
     database: duckdb.DuckDBPyConnection, column: str, operator: str, value: int | float | str
 ) -> None:
-    text = f"{column}{operator}{value}"
+    duration = column.endswith("_ns") and not column.endswith("_at_ns") and isinstance(value, int)
+    text = f"{column}{operator}{value}{'ns' * duration}"
     one = parsed(text)
     if one is None:
         return
     everything = query.run_sql(database.cursor(), "SELECT * FROM waits").dicts()
     expected = sorted(row["id"] - 2**63 for row in everything if one.matches(row))
     assert ids(database, where=[text]) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "column", "value"),
+    [
+        ("ttft>400ms", "ttft_ns", 400_000_000),
+        ("prompt>=1000", "prompt_tokens", 1000),
+        ("output<5", "output_tokens", 5),
+        ("coord.>1s", "coord", None),
+        ("coord>1s", "coordination_ns", SECOND_NS),
+        ("transfer>1s", "transfer_ns", SECOND_NS),
+        ("compute_wait>1s", "compute_wait_ns", SECOND_NS),
+        ("readiness.detect>50ms", "readiness_detect_ns", 50_000_000),
+        ("decode.generate>1s", "decode_generate_ns", SECOND_NS),
+        ("lead<0", "lead_ns", 0),
+        ("lead<-5ms", "lead_ns", -5_000_000),
+        ("p=prefill-0", "p_engine", "prefill-0"),
+        ("d~dec", "d_engine", "dec"),
+        ("request~abc", "client_id", "abc"),
+        ("unknown>1ms", "unknown_ns", 1_000_000),
+        ("arrived_at_ns>5", "arrived_at_ns", 5),
+    ],
+)
+def test_a_filter_takes_the_words_on_the_screens(text: str, column: str, value: object) -> None:
+    if value is None:
+        with pytest.raises(UsageError):
+            parse_filter(text)
+        return
+    found = parse_filter(text)
+    assert (found.column, found.value) == (column, value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("ttft>400", "ttft_ns: 400 what? write 400ms"),
+        ("ttft_ns>-400", "what?"),
+        ("pair=a", "write p_engine=… and d_engine=…"),
+        ("tpot>40ms", "decode_generate_ns is the time"),
+        ("compute>1s", "write compute_wait, or compute_ns"),
+        ("ttft>0.5", "write it like 300ms"),
+    ],
+)
+def test_a_filter_that_is_not_clear_says_what_to_write(text: str, says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_filter(text)
+    assert says in str(caught.value)
+
+
+def test_who_waits_for_a_first_token_for_longer_passes_in_memory_and_in_sql(
+    database: duckdb.DuckDBPyConnection,
+) -> None:
+    waiting = {**rows.LIVE, **views.waits(rows.LIVE)}
+    at_ns = waiting["arrived_at_ns"] + 2 * SECOND_NS
+    live = arrow(database, rows.LIVE)
+    for text, passes in (
+        ("ttft>1s", True),
+        ("ttft>=2s", True),
+        ("ttft>2s", False),
+        ("ttft<3s", False),
+        ("ttft!=1s", False),
+    ):
+        one = parse_filter(text)
+        assert one.matches(waiting, at_ns) is passes, text
+        assert not one.matches(waiting), text
+        cursor = database.cursor()
+        cursor.register("live_requests", live)
+        found = Selection(filters=(one,), as_of_ns=at_ns)
+        sql = requests_sql(cursor, found, live, first_token=False)
+        there = [id_ for (id_,) in cursor.execute(f"SELECT id FROM ({sql})").fetchall()]
+        assert (waiting["id"] in there) is passes, text
+    lost = {**waiting, "outcome": "lost"}
+    assert not parse_filter("ttft>1s").matches(lost, at_ns)
 
 
 def test_a_hostile_label_is_only_a_label(database: duckdb.DuckDBPyConnection) -> None:
