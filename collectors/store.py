@@ -7,6 +7,9 @@ again until it can; meanwhile the queue fills, the collecting thread stops readi
 A row is stored once: its id is compared with those that may come again (`expect_again`), kept in memory.
 Samples, which are many, are compared by their time instead.
 DuckDB locks the file for this process, so readers ask it for a `cursor()` or a `snapshot()`.
+
+With an archive, rows are not deleted for being old, but once they are archived (see `archiving`), and cursors
+read the archive's files too (`storefile.relation`).
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import duckdb
 import pyarrow as pa
@@ -31,10 +36,23 @@ from kvscope import __version__, schema
 from kvscope.errors import KvscopeError
 from kvscope.samples import OWN_NAMES
 from kvscope.schema import ENGINES, REQUESTS, SAMPLES, TABLES
-from kvscope.storefile import META, TIMES, create_tables
+from kvscope.storefile import (
+    COLLECTOR,
+    HOT_FROM,
+    META,
+    TIMES,
+    attach_archive,
+    collector_of,
+    create_tables,
+    lock,
+    new_collector,
+    publish,
+    relation,
+)
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Row = tuple[Any, ...]
 Rows = dict[str, list[Row]]
 """Rows by table name, columns in the order of the schema."""
@@ -45,6 +63,8 @@ BATCH_ROWS = 16384
 """Rows of one transaction, about."""
 COMMIT_INTERVAL_S = 0.1
 RETRY_S = 1.0
+KEEP_S = 10.0
+"""How long a row that somebody waits for may take to be on disk."""
 READER_CLOSE_S = 1.0
 """How long closing waits for a reader whose query does not heed the interrupt."""
 KNOWN_IDS = 262144
@@ -102,6 +122,7 @@ class Store:
         retention_hours: older rows are deleted; 0 keeps all.
         on_commit: told by the writer thread which rows are in the store now, each once, and how many seconds
             the commit took; must not raise.
+        archive: directory of Parquet files that cursors may read; see `publish`.
 
     Raises:
         StoreError: another process has it, it is of another version or no store, or can't be made.
@@ -113,8 +134,11 @@ class Store:
         memory_mb: int = 512,
         retention_hours: float = 0.0,
         on_commit: Callable[[Rows, float], None] | None = None,
+        archive: Path | None = None,
     ) -> None:
         self.path = path
+        self._archive = archive
+        self._archived: pa.Table | None = None
         self._on_commit = on_commit
         self._memory_mb = memory_mb
         self._retention_ns = int(retention_hours * 3600e9)
@@ -122,6 +146,8 @@ class Store:
         self._readers_lock = threading.Lock()
         self._database: duckdb.DuckDBPyConnection | None = self._open()
         self._writer = self._database.cursor()
+        self.collector = collector_of(self._writer)
+        """Names this store's files in an archive."""
         self._arrow = {
             t.name: self._writer.sql(f"FROM {t.name} LIMIT 0").to_arrow_table().schema for t in TABLES
         }
@@ -144,6 +170,7 @@ class Store:
         self._tickets = 0
         self._committed = 0
         self._closing = False
+        self._work: deque[tuple[Callable[[duckdb.DuckDBPyConnection], Any], Future[Any]]] = deque()
 
         # Written by the writer thread alone.
         self.error = ""
@@ -240,6 +267,23 @@ class Store:
         with self._changed:
             return self._changed.wait_for(lambda: self._committed >= ticket, timeout_s)
 
+    def keep(self, table: str, row: Row, timeout_s: float = KEEP_S) -> None:
+        """Store one row of a kept table, and wait until it is on disk.
+
+        Raises:
+            StoreError: it is not; if it is queued it may be later.
+        """
+        with self._changed:
+            if self._closing:
+                raise StoreError(f"{self.path}: the store is closed")
+            self._tickets += 1
+            ticket = self._tickets
+            self._queue.append((ticket, {table: [row]}, 1))
+            self._queued_rows += 1
+            self._changed.notify_all()
+        if not self.wait_committed(ticket, timeout_s):
+            raise StoreError(self.error or f"{self.path}: not written in {timeout_s:g} s; it may be still")
+
     def cursor(self) -> duckdb.DuckDBPyConnection:
         """A cursor for one reading thread; close it after use. It can't reach files or change settings.
 
@@ -253,8 +297,43 @@ class Store:
             self._readers.add(cursor)
             return cursor
 
-    def snapshot(self, path: Path) -> None:
+    def publish(self, files: pa.Table) -> None:
+        """Have cursors read these files of the archive; see `storefile.publish`.
+
+        Raises:
+            StoreError: the store is closed.
+        """
+        with self.cursor() as cursor:
+            publish(cursor, files)
+        self._archived = files
+
+    def in_writer(self, work: Callable[[duckdb.DuckDBPyConnection], T], timeout_s: float) -> T:
+        """Have the writer thread do `work` in a transaction of its own, between two commits.
+
+        Raises:
+            StoreError: it could not, or had not begun in time; then it is not done later either.
+        """
+        future: Future[T] = Future()
+        with self._changed:
+            if self._closing:
+                raise StoreError(f"{self.path}: the store is closed")
+            self._work.append((work, future))
+            self._changed.notify_all()
+        try:
+            return future.result(timeout_s)
+        except FutureTimeoutError:
+            future.cancel()
+            raise StoreError(self.error or f"{self.path}: busy for {timeout_s:g} s") from None
+        except CancelledError:
+            raise StoreError(f"{self.path}: the store is closed") from None
+        except duckdb.Error as error:
+            raise StoreError(_explain(self.path, error)) from None
+
+    def snapshot(self, path: Path, everything: bool = False) -> None:
         """Write a consistent copy that any process may open.
+
+        Args:
+            everything: what was archived too.
 
         Raises:
             StoreError: `path` exists or can't be written.
@@ -269,9 +348,12 @@ class Store:
                     target.execute(schema.create_sql(table))
                 target.execute(META)
                 for name in ("meta", *(t.name for t in TABLES)):
-                    target.register("rows", source.sql(f"FROM {name}").to_arrow_reader())
+                    rows = relation(source, name) if everything and name != "meta" else name
+                    target.register("rows", source.sql(f"FROM {rows}").to_arrow_reader())
                     target.execute(f"INSERT INTO {name} SELECT * FROM rows")
                     target.unregister("rows")
+                if everything:
+                    target.execute("DELETE FROM meta WHERE key = ?", [HOT_FROM])
             draft.rename(path)
         except (duckdb.Error, OSError) as error:
             raise StoreError(_explain(path, error)) from None
@@ -315,6 +397,8 @@ class Store:
             self._thread.join(1.0)
         self._close_database()
         with self._changed:
+            for _, future in self._work:
+                future.cancel()
             return not self._queue
 
     # --- opening ---
@@ -328,15 +412,19 @@ class Store:
                     "threads": THREADS,
                     "memory_limit": f"{self._memory_mb}MB",
                     "wal_autocheckpoint": CHECKPOINT_AT,
-                    # The SQL of readers runs in this process: it must not reach other files.
-                    "enable_external_access": "false",
-                    "lock_configuration": "true",
                 },
             )
         except (duckdb.Error, OSError) as error:
             raise StoreError(_explain(self.path, error)) from None
         try:
             self._check_version(database)
+            if not collector_of(database):
+                database.execute("INSERT INTO meta VALUES (?, ?)", [COLLECTOR, new_collector()])
+            if self._archive is not None:
+                attach_archive(database, self._archive)
+            lock(database)  # the SQL of readers runs in this process: it must not reach other files
+            if self._archived is not None:
+                publish(database, self._archived)
         except BaseException as error:
             database.close()
             if isinstance(error, duckdb.Error):
@@ -383,20 +471,21 @@ class Store:
 
     def _load_known(self, cursor: duckdb.DuckDBPyConnection, engine: str, since_ns: int) -> None:
         for table in TABLES:
-            if table is ENGINES:
+            if table.kept:
                 continue
             if table is SAMPLES:  # far too many to remember each
                 names = ", ".join(f"'{name}'" for name in sorted(OWN_NAMES))
                 stored = cursor.execute(
-                    "SELECT source, rank, max(at_ns) FROM samples"
+                    f"SELECT source, rank, max(at_ns) FROM {relation(cursor, SAMPLES.name, since_ns)}"
                     f" WHERE engine = ? AND at_ns >= ? AND name IN ({names}) GROUP BY ALL",
                     [engine, since_ns],
                 ).fetchall()
                 self._sampled_until.update(((engine, s, rank), at_ns) for s, rank, at_ns in stored)
                 continue
             if table is REQUESTS:
+                source = relation(cursor, REQUESTS.name, since_ns - UNENDED_NS)
                 stored = cursor.execute(
-                    "WITH ended AS (FROM requests SELECT id, p_engine, p_request, d_engine, d_request,"
+                    f"WITH ended AS (FROM {source} SELECT id, p_engine, p_request, d_engine, d_request,"
                     f" arrived_at_ns + coalesce(ttft_ns + decode_generate_ns, {UNENDED_NS}) AS at_ns)"
                     " FROM ended WHERE ? IN (p_engine, d_engine) AND at_ns >= ?",
                     [engine, since_ns],
@@ -406,8 +495,9 @@ class Store:
                     self._known_legs[hash((d_engine, d_request))] = ended_at_ns
             else:
                 column = TIMES[table.name]
+                source = relation(cursor, table.name, since_ns)
                 stored = cursor.execute(
-                    f"SELECT id FROM {table.name} WHERE engine = ? AND coalesce({column} >= ?, true)",
+                    f"SELECT id FROM {source} WHERE engine = ? AND coalesce({column} >= ?, true)",
                     [engine, since_ns],
                 ).fetchall()
             self._known[table.name].update((row[0], None) for row in stored)
@@ -452,12 +542,13 @@ class Store:
                 self._queued_rows -= count
                 self._committed = max(self._committed, ticket)
                 self._changed.notify_all()
+            self._do_work()
             self._apply_retention()
 
     def _next_batch(self) -> tuple[int, Rows, int] | None:
         """What to commit next, in one transaction; empty when only housekeeping is due; None to end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closing, RETENTION_INTERVAL_S)
+            self._changed.wait_for(lambda: self._queue or self._work or self._closing, RETENTION_INTERVAL_S)
             pause = self._next_commit - time.monotonic()
             if pause > 0:
                 self._changed.wait_for(lambda: self._closing, pause)
@@ -473,6 +564,26 @@ class Store:
                 count += queued_count
                 last = ticket
             return last, rows, count
+
+    def _do_work(self) -> None:
+        """What `in_writer` was given."""
+        while True:
+            with self._changed:
+                if not self._work:
+                    return
+                work, future = self._work.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                self._writer.begin()
+                done = work(self._writer)
+                self._writer.commit()
+            except BaseException as error:
+                with contextlib.suppress(duckdb.Error):
+                    self._writer.rollback()
+                future.set_exception(error)
+            else:
+                future.set_result(done)
 
     def _write(self, rows: Rows) -> bool:
         """Commit, however many tries it takes; False when closing came first."""
@@ -549,13 +660,13 @@ class Store:
 
     def _apply_retention(self) -> None:
         now = time.monotonic()
-        if not self._retention_ns or now < self._next_retention:
+        if not self._retention_ns or self._archive is not None or now < self._next_retention:
             return
         self._next_retention = now + RETENTION_INTERVAL_S
         before_ns = time.time_ns() - self._retention_ns
         try:
             for table in TABLES:
-                if table is not ENGINES:
+                if not table.kept:
                     old = f"{TIMES[table.name]} < {before_ns}"
                     self._writer.execute(f"DELETE FROM {table.name} WHERE {old}")
         except duckdb.Error as error:

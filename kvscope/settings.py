@@ -20,6 +20,7 @@ from msgspec import Meta
 
 from kvscope.errors import UsageError
 from kvscope.ring import default_directory
+from kvscope.storefile import bad_directory
 from kvscope.text import duration_ns
 
 if sys.version_info >= (3, 11):
@@ -52,7 +53,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(
             description="Address the HTTP API listens on, and commands ask. It has no passwords: whoever "
-            "reaches it can read everything and write snapshots",
+            "reaches it can read everything, and write snapshots and archives",
             min_length=1,
         ),
     ] = "127.0.0.1"
@@ -60,6 +61,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     retention_hours: Annotated[
         float, Meta(description="Rows older than this are deleted from the store; 0: never", ge=0, le=87600)
     ] = 72.0
+    archive: Annotated[
+        str,
+        Meta(
+            description="Directory to which closed hours are written as Parquet; rows are deleted from the "
+            "store only once they are there, and questions read both. Empty: none"
+        ),
+    ] = ""
     store_memory_mb: Annotated[
         int, Meta(description="Memory DuckDB may use for writing and for queries", ge=64)
     ] = 512
@@ -70,6 +78,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         int, Meta(description="Most rows a query returns; the rest is cut and said so", ge=1)
     ] = 10_000
     sql_bytes: Annotated[int, Meta(description="Most bytes of rows a query returns", ge=1024)] = 16 << 20
+    sql_memory_mb: Annotated[
+        int,
+        Meta(description="Memory a query in own SQL may use; it has a process of its own", ge=128, le=65536),
+    ] = 512
     sample_seconds: Annotated[
         float,
         Meta(
@@ -138,6 +150,7 @@ def listed() -> list[Setting]:
     rules = {
         "dir": "/dev/shm/kvscope-<uid>",
         "store": "$XDG_STATE_HOME/kvscope/kvscope.duckdb",
+        "archive": "none",
         "vllm_metrics": "found",
         "otlp_endpoint": "none",
     }
@@ -241,6 +254,11 @@ def _is_receiver(address: str) -> None:
     _are_urls((address,) if address else (), "http://tempo:4318")
 
 
+def _is_archive(directory: str) -> None:
+    if directory and (reason := bad_directory(Path(directory))):
+        raise UsageError(reason)
+
+
 def _is_interval(seconds: float) -> None:
     if 0 < seconds < 0.5:
         raise UsageError("expected 0, or at least 0.5 seconds")
@@ -249,6 +267,7 @@ def _is_interval(seconds: float) -> None:
 _CHECKS: dict[str, Callable[[Any], None]] = {
     "window": _between("1s", "30d"),
     "refresh": _between("100ms", "1h"),
+    "archive": _is_archive,
     "sample_seconds": _is_interval,
     "vllm_metrics": _are_urls,
     "otlp_endpoint": _is_receiver,

@@ -1,13 +1,17 @@
 """Opens what was stored, to read it: a store, a snapshot, or a directory of Parquet files.
 
 A directory holds `v1/<table>/d=YYYY-MM-DD/h=HH/*.parquet`. What is opened can reach no other files, and its
-settings are locked.
+settings are locked. The store of a daemon with an archive (see `archive`) and its files are read as one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import re
+import secrets
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvscope import __version__, schema
 from kvscope.errors import KvscopeError
@@ -22,6 +26,12 @@ TIMES = {t.name: next(c.name for c in t.columns if c.name.endswith("at_ns")) for
 LAYOUT = "v1"
 """Version of the directory's layout, and the name of its first level."""
 META = "CREATE TABLE meta (key VARCHAR, value VARCHAR)"
+HOT_FROM = "hot_from_ns"
+"""In the table `meta`: Unix time before which rows were moved to the archive, a whole hour."""
+COLLECTOR = "collector"
+"""In the table `meta`: names this store's files in an archive."""
+_ARCHIVED = "archived:files"
+"""Name of the database in memory that lists the archived files of a daemon's store, for all its cursors."""
 _IN_MEMORY = "memory"
 """Name that DuckDB gives to a database without a file."""
 _CONFIG: dict[str, str | bool | int | float | list[str]] = {
@@ -37,10 +47,22 @@ def create_tables(database: duckdb.DuckDBPyConnection) -> None:
         database.execute(schema.create_sql(table))
     database.execute(META)
     database.execute(
-        "INSERT INTO meta VALUES ('schema_version', ?), ('made_by', ?)",
-        [str(schema.VERSION), f"kvscope {__version__}"],
+        "INSERT INTO meta VALUES ('schema_version', ?), ('made_by', ?), (?, ?)",
+        [str(schema.VERSION), f"kvscope {__version__}", COLLECTOR, new_collector()],
     )
     database.commit()
+
+
+def new_collector() -> str:
+    """A name for the files of a store in an archive."""
+    return secrets.token_hex(6)
+
+
+def collector_of(connection: duckdb.DuckDBPyConnection) -> str:
+    """The name of the store's files in an archive; empty where it has none."""
+    found = connection.execute("SELECT value FROM meta WHERE key = ?", [COLLECTOR]).fetchall()
+    # From a file that may be anyone's, and to be the name of files.
+    return next((name for (name,) in found if name and re.fullmatch("[0-9a-f]{12}", name)), "")
 
 
 def open_file(path: Path) -> duckdb.DuckDBPyConnection:
@@ -65,19 +87,56 @@ def open_file(path: Path) -> duckdb.DuckDBPyConnection:
         raise KvscopeError(f"{path}: not a DuckDB file that can be read ({one_line(error)})") from None
     try:
         lock(connection)
-        tables = {name for (name,) in connection.execute("SELECT table_name FROM duckdb_tables()").fetchall()}
-        if not {"meta", *schema.BY_NAME} <= tables:
-            raise KvscopeError(f"{path}: a DuckDB file, but no kvscope store; name a store or a snapshot")
-        found = dict(connection.execute("SELECT key, value FROM meta").fetchall())
-        if found.get("schema_version") != str(schema.VERSION):
-            raise KvscopeError(
-                f"{path}: store version {found.get('schema_version')} (of {found.get('made_by')}), "
-                f"this kvscope reads version {schema.VERSION}; use the kvscope that wrote it"
-            )
+        _check(connection, path)
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _check(connection: duckdb.DuckDBPyConnection, path: Path) -> None:
+    """Raises:
+    KvscopeError: it is no kvscope store of this version.
+    """
+    tables = {name for (name,) in connection.execute("SELECT table_name FROM duckdb_tables()").fetchall()}
+    if not {"meta", *schema.BY_NAME} <= tables:
+        raise KvscopeError(f"{path}: a DuckDB file, but no kvscope store; name a store or a snapshot")
+    found = dict(connection.execute("SELECT key, value FROM meta").fetchall())
+    if found.get("schema_version") != str(schema.VERSION):
+        raise KvscopeError(
+            f"{path}: store version {found.get('schema_version')} (of {found.get('made_by')}), "
+            f"this kvscope reads version {schema.VERSION}; use the kvscope that wrote it"
+        )
+
+
+def append(
+    path: Path, table: schema.Table, make: Callable[[duckdb.DuckDBPyConnection], tuple[Any, ...]]
+) -> None:
+    """Add the row that `make` returns, given a cursor, to a store or a snapshot that no process has open.
+
+    Raises:
+        KvscopeError: there is none, another process holds it, it can't be written, or it is no kvscope store.
+    """
+    import duckdb
+
+    if path.is_dir():
+        raise KvscopeError(
+            f"{path}: a Parquet directory is only read; write to the daemon (--url), a store or a snapshot"
+        )
+    if not path.is_file():
+        raise KvscopeError(f"{path}: there is no such file; name a store or a snapshot")
+    config = {**_CONFIG, "enable_external_access": "false", "lock_configuration": "true"}
+    try:
+        with duckdb.connect(str(path), config=config) as connection:
+            _check(connection, path)
+            row = make(connection.cursor())
+            connection.execute(f"INSERT INTO {table.name} VALUES ({', '.join('?' * len(row))})", row)
+    except duckdb.Error as error:
+        if "lock on file" in str(error):
+            raise KvscopeError(
+                f"{path}: a daemon or another program is using it; write to the daemon instead (--url)"
+            ) from None
+        raise KvscopeError(f"{path}: can't be written ({one_line(error)}); name another file") from None
 
 
 def _open_directory(path: Path) -> duckdb.DuckDBPyConnection:
@@ -85,11 +144,8 @@ def _open_directory(path: Path) -> duckdb.DuckDBPyConnection:
     import duckdb
 
     path = path.absolute()
-    if any(character in str(path) for character in "*?[]{}"):
-        raise KvscopeError(
-            f"{printable(path)}: DuckDB takes *, ?, brackets and braces in a path for patterns; "
-            "give the directory another name"
-        )
+    if reason := bad_directory(path):
+        raise KvscopeError(f"{printable(path)}: {reason}")
     patterns = {name: f"{LAYOUT}/{name}/d=*/h=*/*.parquet" for name in schema.BY_NAME}
     filled = [name for name, pattern in patterns.items() if next(path.glob(pattern), None) is not None]
     if not filled:
@@ -105,8 +161,7 @@ def _open_directory(path: Path) -> duckdb.DuckDBPyConnection:
         for name in filled:
             connection.execute(_FILES_OF, [name, f"{path}/{patterns[name]}", TIMES[name]])
         for name in schema.BY_NAME:
-            # Rows of engines are wanted at any time, and are few.
-            kind = "TABLE" if name == schema.ENGINES.name else "VIEW"
+            kind = "TABLE" if schema.BY_NAME[name].kept else "VIEW"
             connection.execute(f"CREATE {kind} {name} AS FROM {relation(connection, name)}")
     except duckdb.Error as error:
         connection.close()
@@ -139,10 +194,12 @@ def relation(
     Args:
         since_ns, until_ns: rows of other times may be left out.
     """
-    ((catalog,),) = cursor.execute("SELECT current_database()").fetchall()
-    own_name = f'"{catalog.replace(chr(34), chr(34) * 2)}".main."{table}"'
+    catalog, archived = cursor.execute(
+        "SELECT current_database(), bool_or(database_name = ?) FROM duckdb_databases()", [_ARCHIVED]
+    ).fetchall()[0]
+    own_name = _own_name(catalog, table)
     if catalog != _IN_MEMORY:
-        return own_name
+        return _with_archived(cursor, catalog, table, since_ns, until_ns) if archived else own_name
     tables = {name for (name,) in cursor.execute("SELECT table_name FROM duckdb_tables()").fetchall()}
     if "parquet_files" not in tables or table in tables:
         return own_name
@@ -156,25 +213,115 @@ def relation(
     for path, names in found:
         alike.setdefault(tuple(names), []).append(path)
     parts = [
-        f"SELECT {_columns(table, names)} FROM read_parquet([{', '.join(map(literal, paths))}], "
-        "hive_partitioning = false)"
-        for names, paths in alike.items()
+        f"SELECT {columns_sql(table, names)} FROM {_read_parquet(paths)}" for names, paths in alike.items()
     ]
-    return f"({' UNION ALL '.join(parts) or f'SELECT {_columns(table, ())} WHERE false'})"
+    return f"({' UNION ALL '.join(parts) or f'SELECT {columns_sql(table, ())} WHERE false'})"
 
 
-def _columns(table: str, there: tuple[str, ...]) -> str:
+def stored(
+    cursor: duckdb.DuckDBPyConnection, table: str, since_ns: int = 0, until_ns: int | None = None
+) -> str:
+    """As `relation`, without what was archived: the table in the file that is open."""
+    ((catalog,),) = cursor.execute("SELECT current_database()").fetchall()
+    return _own_name(catalog, table)
+
+
+def has_archived(cursor: duckdb.DuckDBPyConnection) -> bool:
+    """Whether `relation` may be more than the table: a daemon's store with an archive."""
+    found = cursor.execute("SELECT 1 FROM duckdb_databases() WHERE database_name = ?", [_ARCHIVED]).fetchall()
+    return bool(found)
+
+
+def _own_name(catalog: str, table: str) -> str:
+    return f'"{catalog.replace(chr(34), chr(34) * 2)}".main."{table}"'
+
+
+def _with_archived(
+    cursor: duckdb.DuckDBPyConnection, catalog: str, table: str, since_ns: int, until_ns: int | None
+) -> str:
+    own_name, at = _own_name(catalog, table), TIMES[table]
+    found = cursor.execute(
+        f'SELECT path, last_ns FROM "{_ARCHIVED}".main.parquet_files '
+        "WHERE table_name = ? AND last_ns >= ? AND first_ns < ? ORDER BY path",
+        [table, since_ns, 2**63 - 1 if until_ns is None else until_ns],
+    ).fetchall()
+    if not found:
+        return own_name
+    # Asked when the query runs, so that rows are seen once while they are moved. A row that came late is in
+    # the store for some time, and already in its file.
+    hot_from = f"SELECT CAST(max(value) AS BIGINT) FROM {_own_name(catalog, 'meta')} WHERE key = '{HOT_FROM}'"
+    late = f"SELECT id, {at} FROM {own_name} WHERE {at} <= {max(last_ns for _, last_ns in found)}"
+    columns = columns_sql(table)
+    return (
+        f"(SELECT {columns} FROM {own_name} UNION ALL SELECT {columns} "
+        f"FROM {_read_parquet([path for path, _ in found])} AS moved "
+        f"ANTI JOIN ({late} AND {at} < ({hot_from})) AS late USING (id, {at}) WHERE {at} < ({hot_from}))"
+    )
+
+
+def _read_parquet(paths: list[str]) -> str:
+    return f"read_parquet([{', '.join(map(literal, paths))}], hive_partitioning = false)"
+
+
+def columns_sql(table: str, there: Collection[str] | None = None) -> str:
+    """The table's columns for a SELECT, each with its type; NULL for one that is not among those `there`."""
     return ", ".join(
-        f"CAST({name if column.name in there else 'NULL'} AS {column.type}) AS {name}"
+        f"CAST({name if there is None or column.name in there else 'NULL'} AS {column.type}) AS {name}"
         for column in schema.BY_NAME[table].columns
         for name in [f'"{column.name}"']
     )
+
+
+def bad_directory(path: Path) -> str:
+    """Why a directory of this name can't hold Parquet files that DuckDB reads; empty when it can."""
+    if any(character in str(path) for character in "*?[]{}"):
+        return (
+            "DuckDB takes *, ?, brackets and braces in a path for patterns; give the directory another name"
+        )
+    return "" if str(path).isprintable() else "give the directory a name without control characters"
+
+
+def attach_archive(connection: duckdb.DuckDBPyConnection, directory: Path) -> None:
+    """Let cursors of a store read files in `directory`, those that `publish` tells; before `lock`."""
+    connection.execute(f"ATTACH ':memory:' AS \"{_ARCHIVED}\"")
+    connection.execute(
+        f'CREATE TABLE "{_ARCHIVED}".main.parquet_files '
+        "(table_name VARCHAR, path VARCHAR, first_ns BIGINT, last_ns BIGINT)"
+    )
+    connection.execute(f"SET allowed_directories = [{literal(str(directory))}]")
+
+
+def publish(cursor: duckdb.DuckDBPyConnection, files: Any) -> None:
+    """Have questions read these files of a store's archive.
+
+    Args:
+        files: a pyarrow table: table_name, path, first_ns and last_ns of what may be in it.
+    """
+    cursor.register("published", files)
+    try:
+        cursor.begin()
+        cursor.execute(f'DELETE FROM "{_ARCHIVED}".main.parquet_files')
+        cursor.execute(f'INSERT INTO "{_ARCHIVED}".main.parquet_files FROM published')
+        cursor.commit()
+    finally:
+        cursor.unregister("published")
 
 
 def lock(connection: duckdb.DuckDBPyConnection) -> None:
     """No files, no extensions, no network, and no way to change that, for all cursors of the connection."""
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C while DuckDB works, which it tells of as a RuntimeError, is Ctrl-C."""
+    try:
+        yield
+    except RuntimeError as error:
+        if str(error) != "Query interrupted":
+            raise
+        raise KeyboardInterrupt from None
 
 
 def one_line(error: Exception) -> str:

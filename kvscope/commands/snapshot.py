@@ -1,8 +1,10 @@
 """Have the daemon write a consistent copy of its store to a new file, on the daemon's host, which any program
-may open (the store itself is locked while a daemon runs).
+may open (the store itself is locked while a daemon runs). Of a daemon with an archive it has what is still in
+the store; with --all what was moved to the archive too.
 
 examples:
   kvscope snapshot before-upgrade.duckdb
+  kvscope snapshot everything.duckdb --all
   kvscope query ttft --db before-upgrade.duckdb
 """
 
@@ -17,6 +19,7 @@ from kvscope.commands import add_source_arguments, daemon_url, print_json
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="a new file, ending in .duckdb")
+    parser.add_argument("--all", action="store_true", help="what was moved to the archive too")
     parser.add_argument("--json", action="store_true", help="print the file's path as JSON")
     add_source_arguments(parser, db=False)
 
@@ -24,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     daemon = Daemon(daemon_url(arguments))
     path = arguments.file.absolute()
-    daemon.snapshot(path)
+    daemon.snapshot(path, arguments.all)
     if arguments.json:
         print_json({"path": str(path)})
     else:
