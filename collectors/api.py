@@ -9,11 +9,15 @@
     POST /api/v1/query                {"name": …} or {"sql": …}, {"parameters": {…}}; JSON, or an Arrow stream
     GET  /api/v1/live                 one frame: window=, at=, where= (repeatable), label=
     GET  /api/v1/stream               frames from now on, one line each: the same but for at=, and refresh=
-    POST /api/v1/snapshot             {"path": …}: a copy of the store that other programs may open
+    POST /api/v1/snapshot             {"path": …, "all": …}: a copy of the store that other programs may open
+    POST /api/v1/archive              {"path": …, "since": …, "until": …}: closed hours to a Parquet directory
+    GET  /api/v1/labels               the windows that people named, with their notes
+    POST /api/v1/labels               {"name": …, "kind": …, "since": …, "until": …, "note": …} or "remove"
     GET  /api/services, /api/traces … Jaeger's query API, for Grafana: see collectors/jaeger.py
 
 Errors are JSON, `{"error": one line, "hint": what to do}`. All input is untrusted: bodies are bounded
-and validated, queries run in worker threads with limits on time, rows and bytes. A web page must not
+and validated, queries run with limits on time, rows and bytes: named ones in worker threads, a user's own SQL
+in a process of its own, which is killed when it takes too much (docs/sql.md). A web page must not
 reach a daemon on loopback through its visitor's browser: the Host header has to be one of ours, an Origin
 too where there is one, and a POST has to be JSON, which a foreign page can't send without asking first.
 """
@@ -38,8 +42,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvscope import __version__, lookup, query
-from kvscope.collectors import jaeger
+from kvscope.collectors import jaeger, labels
 from kvscope.collectors.live import LiveView, TooManyViewers, Watched
+from kvscope.collectors.sandbox import Sandbox
 from kvscope.collectors.stream import Frames, Viewers, in_thread
 from kvscope.errors import KvscopeError, UsageError
 from kvscope.frame import Scope as FrameScope
@@ -53,12 +58,16 @@ MAX_BODY_BYTES = 2 * query.MAX_SQL_BYTES
 MAX_ID_CHARACTERS = 1024
 THREADS = 4
 """Questions answered at once."""
+OWN_SQL = 2
+"""Users' own queries that run at once, beside the questions: each has a process."""
+WRITES = 2
+"""Changes of labels, and archives, that are written at once, beside the questions: the disk may be slow."""
 MIN_REFRESH_NS, MAX_REFRESH_NS = 200_000_000, 60_000_000_000
 """Between two frames of a stream."""
 MAX_WAITING = 32
 """Questions that may wait for a thread; beyond it a caller is told to come again."""
 
-ARROW = "application/vnd.apache.arrow.stream"
+ARROW = query.ARROW
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 T = TypeVar("T")
@@ -75,7 +84,13 @@ class Daemon(Watched, Protocol):
     def cursor(self) -> duckdb.DuckDBPyConnection:
         """A cursor of the store; the caller closes it."""
 
-    def snapshot(self, path: Path) -> None: ...
+    def snapshot(self, path: Path, everything: bool = False) -> None: ...
+
+    def archive(self, path: Path, since: str, until: str) -> dict[str, Any]:
+        """Write closed hours to a directory; returns `files` and `next_ns`."""
+
+    def keep(self, table: str, row: tuple[Any, ...]) -> None:
+        """Have a row of a kept table stored; returns when it is on disk."""
 
     def metrics(self, accept: str) -> tuple[bytes, str]:
         """Text for Prometheus, and its content type."""
@@ -94,6 +109,17 @@ class SnapshotBody(msgspec.Struct, forbid_unknown_fields=True):
 
     path: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
     """On the daemon's host: absolute, new, ending in .duckdb."""
+    all: bool = False
+    """What was moved to the archive too."""
+
+
+class ArchiveBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of POST /api/v1/archive."""
+
+    path: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    """On the daemon's host: absolute; its archive, or a directory that is new, empty or an archive."""
+    since: Annotated[str, msgspec.Meta(max_length=1024)] = ""
+    until: Annotated[str, msgspec.Meta(max_length=1024)] = ""
 
 
 def allowed_hosts(address: str) -> frozenset[str] | None:
@@ -108,14 +134,16 @@ def create_app(
     daemon: Daemon,
     limits: query.Limits = query.Limits(),  # noqa: B008 - immutable
     hosts: Collection[str] | None = LOOPBACK,
+    sql_memory_mb: int = 512,
 ) -> Starlette:
     """The API of `daemon`.
 
     Args:
         limits: of each query.
+        sql_memory_mb: that a query in a user's own SQL may use.
         hosts: host names that a request may be addressed to, without port; None for any.
     """
-    api = _Api(daemon, limits)
+    api = _Api(daemon, limits, sql_memory_mb)
     app = Starlette(
         routes=[
             Route("/healthz", api.health),
@@ -128,6 +156,12 @@ def create_app(
             Route("/api/v1/live", api.live),
             Route("/api/v1/stream", api.stream),
             Route("/api/v1/snapshot", api.snapshot, methods=["POST"]),
+            Route("/api/v1/archive", api.archive, methods=["POST"]),
+            Route(
+                "/api/v1/labels",
+                labels.endpoint(daemon, api.answer, api.written, _body, api.relabelled),
+                methods=["GET", "POST"],
+            ),
             *jaeger.routes(jaeger.Jaeger(daemon, api.not_stored, limits), api.answer),
         ],
         middleware=[Middleware(_Guard, hosts=None if hosts is None else frozenset(hosts))],
@@ -142,27 +176,40 @@ def create_app(
 
 
 class _Api:
-    def __init__(self, daemon: Daemon, limits: query.Limits) -> None:
+    def __init__(self, daemon: Daemon, limits: query.Limits, sql_memory_mb: int) -> None:
         self._daemon = daemon
         self._limits = limits
+        self._sandbox = Sandbox(limits, sql_memory_mb)
+        self._own_sql = anyio.CapacityLimiter(OWN_SQL)
         self._threads = anyio.CapacityLimiter(THREADS)
+        self._writes = anyio.CapacityLimiter(WRITES)
         self._scrapes = anyio.CapacityLimiter(1)
         self._frames = anyio.CapacityLimiter(THREADS)
         self._view = LiveView(daemon, limits)
         self._viewers = Viewers()
 
     def end(self) -> None:
-        """End all streams at once, because the daemon is about to stop; from any thread."""
+        """End all streams and the users' own queries at once, because the daemon is about to stop; from any
+        thread."""
         self._viewers.end()
         self._view.close()
+        self._sandbox.close()
 
     def not_stored(self) -> pyarrow.Table:
         """Requests that the store does not have (yet); from a worker thread."""
         return self._view.requests()
 
+    def relabelled(self) -> None:
+        """Requests may count as of other labels from now on."""
+        self._view.relabelled()
+
     async def answer(self, work: Callable[[], object]) -> Response:
         """JSON of what `work` returns in a worker thread."""
         return await self._in_thread(lambda: _json(work()))
+
+    async def written(self, work: Callable[[], object]) -> Response:
+        """As `answer`, of what may take longer; questions don't wait behind it."""
+        return await self._in_thread(lambda: _json(work()), self._writes)
 
     async def health(self, request: Request) -> Response:
         return _json({"ok": True, "kvscope": __version__})
@@ -224,8 +271,8 @@ class _Api:
             raise UsageError("give either a name or sql")
         arrow = ARROW in request.headers.get("accept", "")
 
-        def answer() -> Response:
-            sql = query.checked(body.name, body.parameters).sql if body.name else body.sql
+        def named() -> Response:
+            sql = query.checked(body.name, body.parameters).sql
             # Those in flight first: one that is stored in between is seen twice and counted once.
             live = self._view.requests()
             with contextlib.closing(self._daemon.cursor()) as cursor:
@@ -234,7 +281,15 @@ class _Api:
                 found = query.run_sql(cursor, sql, body.parameters, self._limits, live)
                 return _json(query.result_json(found))
 
-        return await self._in_thread(answer)
+        def own() -> Response:
+            live = self._view.requests()
+            found = self._sandbox.run(self._daemon.cursor(), body.sql, body.parameters, live, arrow)
+            response = _response(found.content, ARROW if arrow else "application/json")
+            response.headers[query.TRUNCATED] = "true" if found.truncated else "false"
+            return response
+
+        # A user's own SQL waits for its like, not before the named questions.
+        return await (self._in_thread(named) if body.name else self._in_thread(own, self._own_sql))
 
     async def live(self, request: Request) -> Response:
         scope, _ = _scope(request)
@@ -250,15 +305,23 @@ class _Api:
         return await Frames.start(stream, refresh_s, self._viewers)
 
     async def snapshot(self, request: Request) -> Response:
-        path = Path((await _body(request, SnapshotBody)).path)
-        if not path.is_absolute() or path.suffix != ".duckdb" or "\0" in str(path):
+        body = await _body(request, SnapshotBody)
+        path = Path(body.path)
+        if not path.is_absolute() or path.suffix != ".duckdb" or "\0" in body.path:
             raise UsageError("a snapshot needs an absolute path that ends in .duckdb")
 
         def answer() -> Response:
-            self._daemon.snapshot(path)
+            self._daemon.snapshot(path, body.all)
             return _json({"path": str(path)})
 
         return await self._in_thread(answer)
+
+    async def archive(self, request: Request) -> Response:
+        body = await _body(request, ArchiveBody)
+        path = Path(body.path)
+        if not path.is_absolute() or not body.path.isprintable():
+            raise UsageError("an archive needs the absolute path of a directory")
+        return await self.written(lambda: self._daemon.archive(path, body.since, body.until))
 
     async def _in_thread(
         self, work: Callable[[], Response], limiter: anyio.CapacityLimiter | None = None
@@ -343,7 +406,7 @@ def _arrow(table: Any, truncated: bool) -> Response:
     with pyarrow.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
     response = _response(sink.getvalue(), ARROW)
-    response.headers["x-kvscope-truncated"] = "true" if truncated else "false"
+    response.headers[query.TRUNCATED] = "true" if truncated else "false"
     return response
 
 

@@ -68,7 +68,7 @@ def _run(settings: Settings) -> int:
         daemon.stop()
         raise
     limits = query.Limits(settings.sql_rows, settings.sql_bytes, settings.sql_seconds)
-    app = create_app(daemon, limits, allowed_hosts(settings.host))
+    app = create_app(daemon, limits, allowed_hosts(settings.host), settings.sql_memory_mb)
     server = _Server(
         uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=GRACE_S),
         app.state.end,

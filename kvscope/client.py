@@ -11,15 +11,20 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import msgspec
 
-from kvscope import __version__, frame, lookup, query, storefile
+from kvscope import __version__, frame, lookup, query, schema, storefile
 from kvscope.errors import KvscopeError, UsageError
+from kvscope.filters import checked_text
 from kvscope.frame import Frame, Scope
+from kvscope.labels import Change, Label, listed, row_of
 from kvscope.text import printable
+
+if TYPE_CHECKING:
+    import pyarrow
 
 TIMEOUT_S = 60.0
 """Longer than any query the daemon runs by default."""
@@ -81,15 +86,59 @@ class Daemon:
         return self._ask("GET", f"requests/{quote(text, safe='')}")
 
     def query(self, name: str, sql: str, parameters: Parameters) -> dict[str, Any]:
-        body = {"name": name} if name else {"sql": sql}
-        return self._ask("POST", "query", json={**body, "parameters": dict(parameters)})
+        return self._ask("POST", "query", json=_question(name, sql, parameters))
+
+    def arrow(self, name: str, sql: str, parameters: Parameters) -> tuple[pyarrow.Table, bool]:
+        """As `query`, as an Arrow table, and whether a limit cut it."""
+        import pyarrow
+
+        body = _question(name, sql, parameters)
+        with self._reaching():
+            response = self._client.post(
+                f"{self._url}/api/v1/query", json=body, headers={"accept": query.ARROW}
+            )
+        if not response.is_success:
+            raise _complaint(response.status_code, self._object(response.content))
+        try:
+            table = pyarrow.ipc.open_stream(response.content).read_all()
+            table.validate(full=True)
+        except (pyarrow.ArrowException, OSError):
+            raise NoDaemon(f"what answers at {self._url} is no kvscope daemon; point --url to one") from None
+        return table, response.headers.get(query.TRUNCATED) == "true"
 
     def status(self) -> dict[str, Any]:
         return self._ask("GET", "status")
 
-    def snapshot(self, path: Path) -> None:
-        """Have the daemon write a copy of its store to `path` on its host."""
-        self._ask("POST", "snapshot", json={"path": str(path)})
+    def labels(self) -> list[Label]:
+        """The windows that people named, the latest first."""
+        return self._labels(self._ask("GET", "labels"))
+
+    def change_label(self, change: Change) -> list[Label]:
+        """Make, change or remove a window; what there is then."""
+        return self._labels(self._ask("POST", "labels", json=msgspec.to_builtins(change)))
+
+    def _labels(self, answer: dict[str, Any]) -> list[Label]:
+        try:
+            return msgspec.convert(answer.get("labels"), list[Label])
+        except msgspec.ValidationError:
+            raise DaemonError(
+                f"the daemon at {self._url} lists labels as kvscope {__version__} does not; "
+                "use the same version here and there"
+            ) from None
+
+    def snapshot(self, path: Path, everything: bool = False) -> None:
+        """Have the daemon write a copy of its store to `path` on its host; with `everything` of its archive
+        too."""
+        self._ask("POST", "snapshot", json={"path": str(path), "all": everything})
+
+    def archive(self, path: Path, since: str, until: str) -> Iterator[dict[str, Any]]:
+        """Have the daemon write closed hours to a directory on its host, some at a time: yields what it wrote
+        (`files`), and from when on it goes on (`next_ns`)."""
+        done: dict[str, Any] = {"next_ns": since}
+        while done["next_ns"] is not None:
+            body = {"path": str(path), "since": str(done["next_ns"]), "until": until}
+            done = self._ask("POST", "archive", json=body)
+            yield done
 
     def frame(self, scope: Scope) -> Frame:
         """The whole frame of a window, now or in the past.
@@ -214,6 +263,13 @@ class Daemon:
         raise NoDaemon(f"what answers at {self._url} is no kvscope daemon; point --url to one")
 
 
+def _question(name: str, sql: str, parameters: Parameters) -> dict[str, Any]:
+    for what, value in (("name", name), ("SQL", sql), *parameters.items()):
+        for text in [value] if isinstance(value, (str, int, type(None))) else value:
+            checked_text(what, str(text or ""))
+    return {**({"name": name} if name else {"sql": sql}), "parameters": dict(parameters)}
+
+
 def _complaint(status: int, answer: dict[str, Any]) -> KvscopeError:
     """What the daemon complains of, as an error to raise."""
     line = "; ".join(printable(answer[key]) for key in ("error", "hint") if answer.get(key))
@@ -276,6 +332,8 @@ class StoreFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.limits = query.Limits()
+        """Of a query."""
         self._connection = storefile.open_file(path)
 
     def requests(self, listing: lookup.Listing) -> list[dict[str, Any]]:
@@ -287,7 +345,16 @@ class StoreFile:
     def query(self, name: str, sql: str, parameters: Parameters) -> dict[str, Any]:
         if name:
             sql = query.checked(name, parameters).sql
-        return query.result_json(query.run_sql(self._connection.cursor(), sql, parameters))
+        return query.result_json(query.run_sql(self._connection.cursor(), sql, parameters, self.limits))
+
+    def arrow(self, name: str, sql: str, parameters: Parameters) -> tuple[pyarrow.Table, bool]:
+        """As `query`, as an Arrow table, and whether a limit cut it."""
+        if name:
+            sql = query.checked(name, parameters).sql
+        return query.run_arrow(self._connection.cursor(), sql, parameters, self.limits)
+
+    def labels(self) -> list[Label]:
+        return listed(self._connection.cursor())
 
     def frame(self, scope: frame.Scope) -> frame.Frame:
         """The frame of a past window; its end, where `scope` says none, is that of the last request."""
@@ -307,6 +374,13 @@ class StoreFile:
 
     def close(self) -> None:
         self._connection.close()
+
+
+def change_label(path: Path, change: Change) -> list[Label]:
+    """As `Daemon.change_label`, in a store or a snapshot that no process has open."""
+    storefile.append(path, schema.LABELS, lambda cursor: row_of(cursor, change))
+    with contextlib.closing(StoreFile(path)) as source:
+        return source.labels()
 
 
 @contextlib.contextmanager

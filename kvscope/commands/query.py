@@ -7,25 +7,30 @@ examples:
   kvscope query pairs --describe
   kvscope query fleet --since 15m --until 5m --where connector=push --where 'prompt_tokens>1000'
   kvscope query "SELECT d_engine, max(readiness_detect_ns) FROM requests GROUP BY ALL" --since 10m
+  kvscope query "SELECT * FROM waits" --since 1h -o waits.parquet
 
 The tables hold only what the parameters select; a daemon's table requests also has those in flight that have
-had their first token.
+had their first token. Parquet and Arrow go to a file (-o) or a pipe, with all types as they are. `kvscope
+shell` takes one query after the other; docs/sql.md says more.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import sys
 import textwrap
-from typing import Any
+from pathlib import Path
 
-from kvscope.commands import add_source_arguments, open_source, print_json
+from kvscope.commands import (
+    add_during_argument,
+    add_source_arguments,
+    apply_during,
+    open_source,
+    print_json,
+)
+from kvscope.commands.results import FORMATS, JSON, LIMITS, Target, format_of, set_limits
 from kvscope.errors import UsageError
 from kvscope.query import PARAMETERS, checked, questions
 from kvscope.text import table
-
-FORMATS = ("table", "csv", "json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,14 +44,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument("--where", action="append", metavar="FILTER", help=f"{doc}; repeatable")
         else:
             parser.add_argument(f"--{name}", metavar=name.upper(), help=doc)
-    parser.add_argument("--format", choices=FORMATS, help="table (default), csv or json")
+    add_during_argument(parser)
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        help="default: as the file's suffix says, else table; arrow is an IPC file",
+    )
     parser.add_argument("--json", action="store_true", help="as --format json")
-    add_source_arguments(parser)
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the answer there")
+    parser.add_argument("--force", action="store_true", help="replace FILE where it exists")
+    add_source_arguments(parser, True, *LIMITS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     text = (arguments.question or "").strip()
-    format_ = "json" if arguments.json else arguments.format or "table"
+    format_ = format_of(JSON if arguments.json else arguments.format, arguments.output)
     if arguments.list:
         _print_list(format_)
     elif not text:
@@ -54,11 +66,13 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.describe:
         _describe(text, format_)
     else:
+        apply_during(arguments)
         named = text.replace("_", "").isalnum()
         parameters = {p: value for p in PARAMETERS if (value := getattr(arguments, p)) is not None}
+        target = Target(format_, arguments.output, arguments.force)
         with open_source(arguments) as source:
-            answer = source.query(text if named else "", "" if named else text, parameters)
-        _print_answer(answer, format_)
+            set_limits(source, arguments)
+            target.ask(source, text if named else "", "" if named else text, parameters)
     return 0
 
 
@@ -86,22 +100,3 @@ def _describe(name: str, format_: str) -> None:
     for column, doc in question.columns.items():
         print(textwrap.fill(f"  {column:<{width}}  {doc}", 100, subsequent_indent=" " * (width + 4)))
     print(f"\n{question.sql}")
-
-
-def _print_answer(answer: dict[str, Any], format_: str) -> None:
-    head = [column["name"] for column in answer["columns"]]
-    if format_ == "json":
-        print_json(answer)
-    elif format_ == "csv":
-        writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(head)
-        writer.writerows(answer["rows"])
-    elif answer["rows"] and head == ["explain_key", "explain_value"]:
-        print("\n".join(str(row[1]).rstrip() for row in answer["rows"]))
-    else:
-        print(table(head, answer["rows"]))
-    if answer["truncated"]:
-        print(
-            f"cut after {len(answer['rows'])} rows; ask for less, or raise the daemon's limits",
-            file=sys.stderr,
-        )
