@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvscope import schema, steps
+from kvscope import schema, steps, windows
 from kvscope.errors import KvscopeError, UsageError
-from kvscope.filters import column_type, parse_filters
+from kvscope.filters import column_named, column_type, parse_filters
+from kvscope.join import client_id
 from kvscope.query import plain, reading
 from kvscope.selection import Selection, moment_ns
+from kvscope.storefile import TIMES, relation
 from kvscope.text import printable
 from kvscope.views import WAITS_COLUMNS, waits
 
@@ -43,14 +45,17 @@ class Ambiguous(KvscopeError):
 
 
 class Listing(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What to list: `where` are filters such as `connector=push` or `ttft_ns>300ms`; all must hold."""
+    """What to list: `where` are filters such as `connector=push` or `ttft>300ms`; all must hold."""
 
     where: list[str] = []
     sort: str = "arrived_at_ns"
     """A column, the largest first; `column:asc` for the smallest first."""
     limit: int = 20
     since: str = ""
-    """Only requests that arrived since: a duration before now, ISO 8601 or Unix nanoseconds."""
+    """Only requests that arrived since: a duration before now, ISO 8601, Unix nanoseconds, or @NAME of a
+    window (`kvscope label`)."""
+    until: str = ""
+    """Only requests that arrived before; @NAME.end is the end of a window."""
 
 
 def list_requests(
@@ -69,19 +74,32 @@ def list_requests(
         raise UsageError(f"limit is a number from 1 to {MAX_LIMIT}")
     filters = parse_filters(listing.where)
     sort, _, direction = listing.sort.partition(":")
+    sort = column_named(sort)
     column_type(sort)
     if direction not in ("", "asc", "desc"):
         raise UsageError(f"{printable(listing.sort)[:60]!r} is no order; write column or column:asc")
-    since = moment_ns(listing.since) or 0
     order = "ASC" if direction == "asc" else "DESC"
-    with reading(cursor, seconds, Selection(since, filters=filters)):
+    since = moment_ns(windows.moment(cursor, listing.since)) or 0
+    until = moment_ns(windows.moment(cursor, listing.until, "until"), name="until")
+    if until is not None and since >= until:
+        raise UsageError("since is not before until; turn them round")
+    benchmarks = windows.benchmarks(cursor, since, until)
+    now_ns = time.time_ns()
+    with reading(cursor, seconds, Selection(since, until, filters=filters)):
         cursor.execute(
             f'SELECT * EXCLUDE (waterfall) FROM waits ORDER BY "{sort}" {order} NULLS LAST, id LIMIT ?',
             [listing.limit],
         )
         rows = _dicts(cursor, in_flight=False)
-    recent = _live(live, rows, lambda row: (row["arrived_at_ns"] or 0) >= since)
-    rows += [row for row in recent if all(one.matches(row) for one in filters)]
+    recent = _live(
+        live,
+        rows,
+        lambda row: (
+            (row["arrived_at_ns"] or 0) >= since and (until is None or (row["arrived_at_ns"] or 0) < until)
+        ),
+        benchmarks,
+    )
+    rows += [row for row in recent if all(one.matches(row, now_ns) for one in filters)]
     known = [row for row in rows if row[sort] is not None]
     known.sort(key=lambda row: row[sort], reverse=order == "DESC")
     rows = known + [row for row in rows if row[sort] is None]
@@ -101,24 +119,24 @@ def look_up(
         NotFound, Ambiguous: no request, or several.
         QueryError: it took too long.
     """
-    names = ("client_id", "p_request", "d_request")
     number = int(text) if text.isascii() and text.isdigit() and len(text) <= 20 else -1
     live = list(live)
+    benchmarks = windows.benchmarks(cursor)
     with reading(cursor, seconds):
-        exact = " OR ".join(f"{name} = $text" for name in (*names, "trace_id"))
-        cursor.execute(
-            f"SELECT * FROM waits WHERE id::HUGEINT = $number OR {exact} LIMIT {MAX_MATCHES + 1}",
-            {"text": text, "number": number},
-        )
-        found = _dicts(cursor, in_flight=False)
+        found = _stored(cursor, "id = $number", number=number) if 0 <= number < 2**64 else []
+        for condition in _EXACT if text else ():
+            found = found or _stored(cursor, condition, text=text, client=client_id(text))
         found += _live(
-            live, found, lambda row: row["id"] == number or text in (row[n] for n in (*names, "trace_id"))
+            live,
+            found,
+            lambda row: row["id"] == number or text in (row[n] for n in (*_NAMES, "trace_id")),
+            benchmarks,
         )
         if not found and text:
-            begins = " OR ".join(f"starts_with({name}, $text)" for name in names)
-            cursor.execute(f"SELECT * FROM waits WHERE {begins} LIMIT {MAX_MATCHES + 1}", {"text": text})
-            found = _dicts(cursor, in_flight=False)
-            found += _live(live, found, lambda row: any((row[n] or "").startswith(text) for n in names))
+            found = _stored(cursor, " OR ".join(f"starts_with({n}, $text)" for n in _NAMES), text=text)
+            found += _live(
+                live, found, lambda row: any((row[n] or "").startswith(text) for n in _NAMES), benchmarks
+            )
         if not found:
             raise NotFound(f"no request {printable(text)[:80]!r}; `kvscope requests` lists what there is")
         if len(found) > 1:
@@ -128,8 +146,12 @@ def look_up(
         request = found[0]
         parts: dict[str, Any] = {}
         for table in (schema.TRANSFERS, schema.LEASES, schema.FAILURES):
+            since_ns, until_ns = _around(request)
+            at, rows = TIMES[table.name], relation(cursor, table.name, since_ns, until_ns)
+            during = f"{at} >= {since_ns}" + (f" AND {at} < {until_ns}" if until_ns is not None else "")
             cursor.execute(
-                f"SELECT * FROM {table.name} WHERE request_id = ? ORDER BY ALL LIMIT {MAX_PARTS}",
+                f"SELECT * FROM {rows} WHERE request_id = ? AND ({during} OR {at} IS NULL) "
+                f"ORDER BY ALL LIMIT {MAX_PARTS}",
                 [request["id"]],
             )
             parts[table.name] = [_json(row, table) for row in _dicts(cursor)]
@@ -139,6 +161,44 @@ def look_up(
         )
         parts["engines"] = [_json(row, schema.ENGINES) for row in _dicts(cursor)]
     return {"request": request_json(request), **parts, "as_of_ns": time.time_ns()}
+
+
+_NAMES = ("client_id", "p_request", "d_request")
+_EXACT = (
+    "client_id = $text",
+    # vLLM's ids have the client's in them: one column of text to search instead of two longer ones.
+    "client_id = $client AND (p_request = $text OR d_request = $text)",
+    "trace_id = $text",
+    "p_request = $text OR d_request = $text",
+)
+"""Conditions by which a text names a request, the quickest first."""
+_SLACK_NS = 3600 * 10**9
+"""How long before its arrival and after its end something of a request may be dated, clocks included."""
+
+
+def _stored(cursor: duckdb.DuckDBPyConnection, condition: str, **values: Any) -> list[Row]:
+    """The stored requests that meet a condition, a few at most."""
+    # All columns of all rows are much to read: first which rows, then these, found by their time.
+    used = {name: value for name, value in values.items() if f"${name}" in condition}
+    cursor.execute(f"SELECT id, arrived_at_ns FROM requests WHERE {condition} LIMIT {MAX_MATCHES + 1}", used)
+    if not (found := cursor.fetchall()):
+        return []
+    times = [at_ns for _, at_ns in found if at_ns is not None]
+    when = f"arrived_at_ns BETWEEN {min(times)} AND {max(times)}" if len(times) == len(found) else "true"
+    ids = ", ".join(str(id_) for id_, _ in found)
+    cursor.execute(f"SELECT * FROM waits WHERE {when} AND id IN ({ids}) LIMIT {MAX_MATCHES + 1}")
+    return _dicts(cursor, in_flight=False)
+
+
+def _around(request: Row) -> tuple[int, int | None]:
+    """From when until when something of a request may be dated."""
+    arrived_ns = request["arrived_at_ns"]
+    if arrived_ns is None:
+        return 0, None
+    since_ns = max(0, arrived_ns - _SLACK_NS)
+    if request["ttft_ns"] is None or request["decode_generate_ns"] is None:
+        return since_ns, None
+    return since_ns, arrived_ns + request["ttft_ns"] + request["decode_generate_ns"] + _SLACK_NS
 
 
 def request_json(row: Mapping[str, Any]) -> Row:
@@ -181,12 +241,20 @@ def _dicts(cursor: duckdb.DuckDBPyConnection, **extra: object) -> list[Row]:
 
 
 def _live(
-    live: Iterable[Mapping[str, Any]], found: Iterable[Row], matches: Callable[[Mapping[str, Any]], bool]
+    live: Iterable[Mapping[str, Any]],
+    found: Iterable[Row],
+    matches: Callable[[Mapping[str, Any]], bool],
+    benchmarks: Sequence[windows.Step],
 ) -> list[Row]:
     """Rows of requests that are not among the stored ones found, whole as those of `waits`."""
     stored = {row["id"] for row in found}
     return [
-        {**row, **waits(row), "in_flight": row["outcome"] == "in flight"}
+        {
+            **row,
+            **waits(row),
+            "label": windows.label_of(benchmarks, row["label"], row["arrived_at_ns"]),
+            "in_flight": row["outcome"] == "in flight",
+        }
         for row in live
         if row["id"] not in stored and matches(row)
     ]

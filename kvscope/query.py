@@ -1,18 +1,21 @@
 """Named questions and the users' own SQL: read-only, limited in time, rows and bytes.
 
 A question is a file in `sql/`: a comment block (title, description, parameters, one line per output
-column), then one SELECT. It may use every table of the store, and two views that are made from
+column), then one SELECT. It may use every table of the store, and views that are made from
 `steps.STEPS` on the reading connection:
 
 * `waits`: `requests` and, per request, the nanoseconds of TTFT by class, and its longest step;
-* `request_steps`: one row per request and step on the critical path.
+* `request_steps`: one row per request and step on the critical path;
+* `step_values`: the same with a column per step, which is much cheaper, of requests with a first token; with
+  `step_classes`, the class of each step.
 
 What a query is about is said by parameters, not in its SQL: the tables hold only the rows that began
 between `since` and `until`, and `requests` (with its views) only those of `label` that pass the filters
-`where`. The table `engines` is always whole. Asked of a daemon, `requests` also has those in flight that have
-had their first token; their outcome is "in flight".
+`where`. The tables `engines` and `labels` are always whole. Asked of a daemon, `requests` also has those in
+flight that have had their first token; their outcome is "in flight".
 
-What makes SQL from a user safe here: exactly one statement of type SELECT or EXPLAIN, in a transaction
+On a daemon, a user's own SQL runs in a process of its own, limited in memory and CPU time too (docs/sql.md).
+What makes it safe here: exactly one statement of type SELECT or EXPLAIN, in a transaction
 opened READ ONLY (the type alone does not stop a write inside a CTE or an EXPLAIN ANALYZE), on a cursor
 of its own with a timer that interrupts it; and, on connections that kvscope opens, no access to files
 and a locked configuration (`storefile.lock`).
@@ -32,10 +35,11 @@ from importlib import resources
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvscope import windows
 from kvscope.errors import KvscopeError, UsageError
 from kvscope.filters import checked_text, parse_filters
 from kvscope.selection import TIMES, Selection, make_views, moment_ns
-from kvscope.storefile import one_line
+from kvscope.storefile import interruptible, one_line
 from kvscope.text import printable, span
 from kvscope.views import VIEWS
 
@@ -44,6 +48,17 @@ if TYPE_CHECKING:
     import pyarrow
 
 MAX_SQL_BYTES = 65536
+EXACT_ROWS = 1_000_000
+"""Of a table: up to so many, a named question's percentiles are exact."""
+SAMPLED_REQUESTS = 500_000
+"""What questions that sample by themselves look at, at least: one in `$one_in` requests."""
+SAMPLE_ROWS = 8_192
+"""Values that a percentile is of beyond it, at most: what DuckDB's reservoirs hold unless told otherwise."""
+
+ARROW = "application/vnd.apache.arrow.stream"
+"""Media type of an answer as an Arrow stream."""
+TRUNCATED = "x-kvscope-truncated"
+"""Header beside it: whether a limit cut it."""
 
 Parameters = Mapping[str, "str | int | Sequence[str] | None"]
 """Of a query, by the names in `PARAMETERS`."""
@@ -51,6 +66,14 @@ Parameters = Mapping[str, "str | int | Sequence[str] | None"]
 
 class QueryError(KvscopeError):
     """A query that could not be answered: wrong SQL, too slow, too large."""
+
+
+class TooSlow(QueryError):
+    """A query that took too long."""
+
+
+class OutOfMemory(QueryError):
+    """A query that needed more memory than it may use."""
 
 
 class QueryRefused(UsageError):
@@ -74,6 +97,8 @@ class Result(NamedTuple):
     truncated: bool
     """A limit on rows or bytes cut it."""
     elapsed_ns: int
+    approximate: str = ""
+    """Why the figures of a named question are not exact; empty where they are."""
 
     def dicts(self) -> list[dict[str, Any]]:
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
@@ -92,7 +117,10 @@ class Question(NamedTuple):
     sql: str
 
 
-_MOMENT = "a duration before now such as 10m, ISO 8601 (UTC unless it says otherwise) or Unix nanoseconds"
+_MOMENT = (
+    "a duration before now such as 10m, ISO 8601 (UTC unless it says otherwise), Unix nanoseconds, or "
+    "@NAME or @NAME.end of a window (kvscope label)"
+)
 PARAMETERS = {
     "since": f"only what began then or later: {_MOMENT}; default all",
     "until": f"only what began before: {_MOMENT}; default all",
@@ -104,12 +132,12 @@ PARAMETERS = {
 and `$limit`; all but `limit` apply without that."""
 
 _REQUESTS = ("requests", *VIEWS)
-_READS = r"(?:\bfrom|\bjoin|,)\s*\"?(?:{})\"?\b"
+_READS = r"(?:\bfrom|\bjoin|,)\s*\"?({})\"?\b"
 _READS_REQUESTS = re.compile(_READS.format("|".join(_REQUESTS)), re.IGNORECASE)
-_READS_TIMES = re.compile(_READS.format("|".join({*_REQUESTS, *TIMES})), re.IGNORECASE)
+_TABLES_READ = _READS_TIMES = re.compile(_READS.format("|".join({*_REQUESTS, *TIMES})), re.IGNORECASE)
 
 
-def _applicable(sql: str) -> set[str]:
+def applicable(sql: str) -> set[str]:
     """The parameters, `limit` aside, that say which rows `sql` is about."""
     applicable = {"since", "until"} if _READS_TIMES.search(sql) else set()
     return applicable | ({"label", "where"} if _READS_REQUESTS.search(sql) else set())
@@ -151,7 +179,7 @@ def parse_question(name: str, text: str) -> Question:
     if found.get("parameters", "limit") != "limit":
         raise ValueError(f"{name}.sql: the only parameter that a question declares is limit")
     sql = "\n".join(lines).strip()
-    takes = _applicable(sql) | ({"limit"} if "parameters" in found else set())
+    takes = applicable(sql) | ({"limit"} if "parameters" in found else set())
     parameters = tuple(p for p in PARAMETERS if p in takes)
     return Question(name, found["title"], found["description"], parameters, columns, sql)
 
@@ -175,6 +203,20 @@ def selected(parameters: Parameters, now_ns: int | None = None) -> Selection:
     filters = parse_filters([where] if isinstance(where, (str, int)) else where)  # type: ignore[list-item]
     label = None if label is None else checked_text("label", str(label))
     return Selection(since_ns or 0, until_ns, label, filters)
+
+
+def resolved(cursor: duckdb.DuckDBPyConnection, parameters: Parameters) -> Parameters:
+    """The parameters with moments in the place of names of windows.
+
+    Raises:
+        UsageError: there is no such window.
+    """
+    moments = {
+        name: windows.moment(cursor, parameters[name], name)
+        for name in ("since", "until")
+        if name in parameters
+    }
+    return {**parameters, **moments}
 
 
 def ask(
@@ -227,7 +269,7 @@ def run_sql(
         QueryError: DuckDB's own complaint, or it took too long.
     """
     with contextlib.closing(cursor):
-        selection = selected(parameters or {})
+        selection = selected(resolved(cursor, parameters or {}))
         with reading(cursor, limits.seconds, selection, live):
             return answer(cursor, sql, selection, parameters, limits)
 
@@ -245,6 +287,7 @@ def answer(
         QueryRefused: it is something else, or too long, or a parameter is wrong.
     """
     started_ns = time.perf_counter_ns()
+    sql, approximate = _affordable(cursor, sql)
     statement, values = _prepare(cursor, sql, parameters or {}, selection)
     cursor.execute(statement, values)
     columns = [column[0] for column in cursor.description or []]
@@ -262,7 +305,38 @@ def answer(
             rows.append(row)
         if time.monotonic() > deadline:
             raise _too_slow(limits.seconds)
-    return Result(columns, types, rows, truncated, time.perf_counter_ns() - started_ns)
+    if _ONE_IN in columns:
+        approximate = _sampled([row[columns.index(_ONE_IN)] for row in rows])
+    return Result(columns, types, rows, truncated, time.perf_counter_ns() - started_ns, approximate)
+
+
+_ONE_IN = "one_in"
+"""Column of questions that look at a sample where there are many requests, and say so themselves."""
+
+
+def _sampled(one_in: Sequence[object]) -> str:
+    """Why the figures of such a question are approximate."""
+    if all(number == 1 for number in one_in):
+        return ""
+    return f"the figures are of a sample of the requests: see the column {_ONE_IN}"
+
+
+def _affordable(cursor: duckdb.DuckDBPyConnection, sql: str) -> tuple[str, str]:
+    """A named question's SQL as it can be run, and why its percentiles are approximate (empty: they are not).
+
+    Exact ones hold all their values in memory. Of more than `EXACT_ROWS` rows, each is of a random sample; of
+    a group that has fewer values than the sample it is still of all.
+    """
+    if _ONE_IN in sql or all(sql != question.sql for question in questions().values()):
+        return sql, ""
+    read = {name.lower() for name in _TABLES_READ.findall(sql)}
+    tables = {"requests" if name in VIEWS else name for name in read}
+    counts = (cursor.execute(f"SELECT count(*) FROM {name}").fetchall()[0][0] for name in sorted(tables))
+    if max(counts, default=0) <= EXACT_ROWS:
+        return sql, ""
+    sampled = sql.replace("quantile_cont(", "reservoir_quantile(")
+    reason = f"percentiles are of random samples of {SAMPLE_ROWS:,}: there are more than {EXACT_ROWS:,} rows"
+    return sampled, reason if sampled != sql else ""
 
 
 def run_arrow(
@@ -273,26 +347,43 @@ def run_arrow(
     live: pyarrow.Table | None = None,
 ) -> tuple[pyarrow.Table, bool]:
     """As `run_sql`, as an Arrow table, and whether a limit cut it."""
+    with contextlib.closing(cursor):
+        selection = selected(resolved(cursor, parameters or {}))
+        with reading(cursor, limits.seconds, selection, live):
+            return answer_arrow(cursor, sql, selection, parameters, limits)
+
+
+def answer_arrow(
+    cursor: duckdb.DuckDBPyConnection,
+    sql: str,
+    selection: Selection,
+    parameters: Parameters | None = None,
+    limits: Limits = Limits(),  # noqa: B008 - immutable
+) -> tuple[pyarrow.Table, bool]:
+    """As `answer`, as an Arrow table and whether a limit cut it; its metadata say why it is `approximate`."""
     import pyarrow
 
-    with contextlib.closing(cursor):
-        selection = selected(parameters or {})
-        with reading(cursor, limits.seconds, selection, live):
-            _, values = _prepare(cursor, sql, parameters or {}, selection)
-            reader = cursor.sql(sql, params=values).to_arrow_reader(1024)
-            batches = []
-            rows_left, bytes_left = limits.rows, limits.bytes
-            truncated = False
-            for batch in reader:
-                bytes_left -= batch.nbytes
-                truncated = batch.num_rows > rows_left or bytes_left < 0
-                batches.append(batch.slice(0, rows_left) if bytes_left >= 0 else batch.slice(0, 0))
-                rows_left -= batch.num_rows
-                if truncated:
-                    break
-            table = pyarrow.Table.from_batches(batches, reader.schema)
-            del reader
-    return table, truncated
+    sql, approximate = _affordable(cursor, sql)
+    _, values = _prepare(cursor, sql, parameters or {}, selection)
+    reader = cursor.sql(sql, params=values).to_arrow_reader(1024)
+    batches = []
+    rows_left, bytes_left = limits.rows, limits.bytes
+    truncated = False
+    for batch in reader:
+        whole = batch.num_rows
+        batch = batch.slice(0, rows_left)
+        while batch.num_rows and batch.nbytes > bytes_left:
+            batch = batch.slice(0, batch.num_rows // 2)
+        batches.append(batch)
+        rows_left -= batch.num_rows
+        bytes_left -= batch.nbytes
+        truncated = batch.num_rows < whole
+        if truncated:
+            break
+    table = pyarrow.Table.from_batches(batches, reader.schema)
+    if _ONE_IN in table.column_names:
+        approximate = _sampled(table.column(_ONE_IN).to_pylist())
+    return table.replace_schema_metadata({"approximate": approximate}) if approximate else table, truncated
 
 
 @contextlib.contextmanager
@@ -302,7 +393,20 @@ def reading(
     selection: Selection | None = None,
     live: pyarrow.Table | None = None,
 ) -> Iterator[None]:
-    """Make the views, begin a READ ONLY transaction, interrupt it after `seconds`; close `cursor` at the end.
+    """Make the views and begin a READ ONLY transaction, `timed`.
+
+    Raises:
+        QueryError: anything that DuckDB raises inside, in one line.
+    """
+    with timed(cursor, seconds):
+        make_views(cursor, selection, live)
+        cursor.execute("BEGIN TRANSACTION READ ONLY")
+        yield
+
+
+@contextlib.contextmanager
+def timed(cursor: duckdb.DuckDBPyConnection, seconds: float) -> Iterator[None]:
+    """Interrupt what `cursor` runs after `seconds`; close it at the end.
 
     Raises:
         QueryError: anything that DuckDB raises inside, in one line.
@@ -318,13 +422,14 @@ def reading(
     deadline = time.monotonic() + seconds
     try:
         timer.start()
-        make_views(cursor, selection, live)
-        cursor.execute("BEGIN TRANSACTION READ ONLY")
-        yield
+        with interruptible():
+            yield
     except duckdb.InterruptException:
         if time.monotonic() < deadline - 0.1:
             raise QueryError("the query was stopped because the store is being closed") from None
         raise _too_slow(seconds) from None
+    except (duckdb.OutOfMemoryException, MemoryError):
+        raise OutOfMemory("the query needed more memory than it may use; ask for less at a time") from None
     except duckdb.Error as error:
         raise QueryError(one_line(error)) from None
     finally:
@@ -348,6 +453,8 @@ def _prepare(
         raise QueryRefused(
             f"only SELECT (and SHOW, DESCRIBE, EXPLAIN) is answered here, not {statement.type.name}"
         )
+    if statement.type.name == "EXPLAIN" and not _explains_select(cursor, sql):
+        raise QueryRefused("EXPLAIN is answered of a SELECT only")
     values: dict[str, str | int | None] = {
         "since": selection.since_ns,
         "until": time.time_ns() if selection.until_ns is None else selection.until_ns,
@@ -355,12 +462,28 @@ def _prepare(
         "limit": _limit(parameters.get("limit")),
     }
     named = statement.named_parameters
+    if _ONE_IN in named:
+        ((requests,),) = cursor.execute("SELECT count(*) FROM requests").fetchall()
+        values[_ONE_IN] = max(1, requests // SAMPLED_REQUESTS)
     if unknown := sorted(named - set(values)):
         raise QueryRefused(f"unknown parameter ${unknown[0]}; there are: ${', $'.join(values)}")
     given = {name for name, value in parameters.items() if value is not None and value != []}
-    if unused := sorted(given - named - _applicable(sql)):
+    if unused := sorted(given - named - applicable(sql)):
         raise QueryRefused(_unused(unused[0]))
     return statement, {name: value for name, value in values.items() if name in named}
+
+
+_EXPLAIN = re.compile(
+    r"(?:\s|--[^\n]*\n|/\*.*?\*/)*explain\b\s*(?:analyze\b|verbose\b|\([^()]*\)|\s)*",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+def _explains_select(cursor: duckdb.DuckDBPyConnection, sql: str) -> bool:
+    """Whether what an EXPLAIN explains is a SELECT: EXPLAIN ANALYZE runs it, and COPY writes files."""
+    match = _EXPLAIN.match(sql)
+    inner = cursor.extract_statements(sql[match.end() :]) if match else []
+    return [statement.type.name for statement in inner] == ["SELECT"]
 
 
 def _unused(name: str) -> str:
@@ -393,8 +516,8 @@ def _weight(value: object) -> int:
     return 16
 
 
-def _too_slow(seconds: float) -> QueryError:
-    return QueryError(
+def _too_slow(seconds: float) -> TooSlow:
+    return TooSlow(
         f"the query was stopped after {span(round(seconds * 1e9))}; ask for less, with a later `since`"
     )
 
@@ -406,6 +529,7 @@ def result_json(result: Result) -> dict[str, Any]:
         "rows": [[plain(v, t) for v, t in zip(row, result.types, strict=True)] for row in result.rows],
         "truncated": result.truncated,
         "elapsed_ms": round(result.elapsed_ns / 1e6, 3),
+        "approximate": result.approximate,
     }
 
 

@@ -22,11 +22,15 @@ def waits_sql(source: str) -> str:
     """The view `waits` over a table or a bracketed SELECT with the columns of `requests`."""
     sums = ", ".join(f"{_sum_of(class_)} AS {class_}_ns" for class_ in _CLASSES)
     longest = f"greatest({', '.join(s.column for s in _IN_TTFT)})"
-    names = " ".join(f"WHEN {s.column} THEN '{s.name}'" for s in _IN_TTFT)
+    names, classes = (
+        " ".join(f"WHEN {s.column} THEN '{text}'" for s, text in ((s, getattr(s, field)) for s in _IN_TTFT))
+        for field in ("name", "class_")
+    )
     # The longest is computed one level below, else planning would copy it into each branch of the CASE.
     return (
         "SELECT *, compute_ns + capacity_ns AS compute_wait_ns, "
-        f"CASE WHEN main_step_ns > 0 THEN CASE main_step_ns {names} END END AS main_step "
+        f"CASE WHEN main_step_ns > 0 THEN CASE main_step_ns {names} END END AS main_step, "
+        f"CASE WHEN main_step_ns > 0 THEN CASE main_step_ns {classes} END END AS main_class "
         f"FROM (SELECT *, {sums}, {longest} AS main_step_ns FROM {source})"
     )
 
@@ -38,6 +42,16 @@ VIEWS = {
         + ", ".join(f"{{step: '{s.name}', class: '{s.class_}', ns: {s.column}}}" for s in _IN_TTFT)
         + "], recursive := true) FROM requests"
     ),
+    "step_values": (
+        "SELECT id, arrived_at_ns, label, connector, ttft_ns AS ttft, "
+        + "".join(f"{class_}_ns AS {class_}, " for class_ in _CLASSES)
+        + ", ".join(f'{s.column} AS "{s.name}"' for s in _IN_TTFT)
+        + ", CASE WHEN output_tokens > 1 THEN decode_generate_ns // (output_tokens - 1) END AS tpot "
+        "FROM waits WHERE ttft_ns IS NOT NULL"
+    ),
+    "step_classes": "SELECT * FROM (VALUES "
+    + ", ".join(f"('{s.name}', '{s.class_}')" for s in _IN_TTFT)
+    + ") AS steps (step, class)",
 }
 """Made on each reading connection, so that a store needs none of them and they can't be out of date."""
 
@@ -47,6 +61,7 @@ WAITS_COLUMNS: dict[str, str] = {
     "compute_wait_ns": "BIGINT",
     "main_step_ns": "BIGINT",
     "main_step": "VARCHAR",
+    "main_class": "VARCHAR",
 }
 """Columns of the view `waits` and their types."""
 
@@ -63,4 +78,5 @@ def waits(row: Mapping[str, Any]) -> dict[str, Any]:
         "compute_wait_ns": sums[steps.COMPUTE] + sums[steps.CAPACITY],
         "main_step_ns": longest_ns,
         "main_step": longest.name if longest_ns else None,
+        "main_class": longest.class_ if longest_ns else None,
     }

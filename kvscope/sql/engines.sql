@@ -7,7 +7,7 @@
 -- column host: Host name
 -- column pid: Process id on that host
 -- column label: Kind of traffic; empty is production
--- column state: recording, stopped (recorder gave up), ended (orderly), gone (process died)
+-- column state: recording, stopped (recorder gave up), ended (nothing in flight), gone (died)
 -- column state_detail: Why it stopped
 -- column kvscope: kvscope version in the engine
 -- column hooks_missing: Hooks that this vLLM lacks: their steps are unknown

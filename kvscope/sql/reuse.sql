@@ -24,8 +24,15 @@ WITH cost AS (
         prefill_compute_ns > 0
         AND prompt_tokens - coalesce(p_cached_tokens, 0) - coalesce(reuse_pulled_tokens, 0) > 0
     GROUP BY p_engine
-), added AS (
-    SELECT id, sum(ns) AS ns FROM request_steps WHERE step LIKE 'prefill.reuse_%' GROUP BY id
+), reused AS (
+    SELECT
+        *,
+        coalesce(list_sum([
+            prefill_reuse_dispatch_ns, prefill_reuse_handshake_ns, prefill_reuse_post_ns, prefill_reuse_wire_ns,
+            prefill_reuse_detect_ns, prefill_reuse_report_ns, prefill_reuse_promote_ns, prefill_reuse_admit_ns
+        ]), 0) AS added_ns
+    FROM requests
+    WHERE reuse_outcome IS NOT NULL
 )
 SELECT
     r.label,
@@ -36,14 +43,12 @@ SELECT
     coalesce(sum(r.reuse_pulled_tokens), 0)::BIGINT AS pulled_tokens,
     sum(r.reuse_offered_tokens - coalesce(r.reuse_pulled_tokens, 0))::BIGINT AS skipped_tokens,
     round(quantile_cont(r.ttft_ns, 0.5) / 1e6, 3) AS p50_ttft_ms,
-    round(avg(coalesce(a.ns, 0)) / 1e6, 3) AS mean_wait_added_ms,
+    round(avg(r.added_ns) / 1e6, 3) AS mean_wait_added_ms,
     round(any_value(c.ns_per_token) / 1e3, 3) AS us_per_token,
     round(
-        avg(r.reuse_pulled_tokens * c.ns_per_token - coalesce(a.ns, 0)) FILTER (r.reuse_pulled_tokens > 0) / 1e6, 3
+        avg(r.reuse_pulled_tokens * c.ns_per_token - r.added_ns) FILTER (r.reuse_pulled_tokens > 0) / 1e6, 3
     ) AS mean_net_benefit_ms
-FROM requests AS r
+FROM reused AS r
 LEFT JOIN cost AS c ON c.p_engine = r.p_engine
-LEFT JOIN added AS a ON a.id = r.id
-WHERE r.reuse_outcome IS NOT NULL
 GROUP BY r.label, r.reuse_outcome, r.p_engine
 ORDER BY r.label, requests DESC, r.reuse_outcome, r.p_engine

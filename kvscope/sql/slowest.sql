@@ -13,6 +13,7 @@
 -- column coordination_ms: Coordination wait, ms
 -- column unknown_ms: Not observed, ms
 -- column main_step: The longest step
+-- column main_class: Its class: compute, capacity, transfer, coordination or unknown
 -- column main_step_ms: Its duration, ms
 -- column p_engine: Prefill engine
 -- column d_engine: Decode engine
@@ -29,6 +30,7 @@ SELECT
     round(coordination_ns / 1e6, 3) AS coordination_ms,
     round(coalesce(unknown_ns, 0) / 1e6, 3) AS unknown_ms,
     main_step,
+    main_class,
     round(main_step_ns / 1e6, 3) AS main_step_ms,
     p_engine,
     d_engine

@@ -63,8 +63,15 @@ class FakeDaemon:
     def cursor(self) -> duckdb.DuckDBPyConnection:
         return self.connection.cursor()
 
-    def snapshot(self, path: Path) -> None:
+    def snapshot(self, path: Path, everything: bool = False) -> None:
         self.snapshots.append(path)
+
+    def archive(self, path: Path, since: str, until: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def keep(self, table: str, row: tuple[Any, ...]) -> None:
+        with self.connection.cursor() as cursor:
+            cursor.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row)
 
 
 def live_request(row: dict[str, Any]) -> LiveRequest:
@@ -137,7 +144,7 @@ def status(**changes: Any) -> dict[str, Any]:
 def server() -> Iterator[tuple[FakeDaemon, str]]:
     daemon = FakeDaemon()
     listener = socket.create_server(("127.0.0.1", 0))
-    app = create_app(daemon, query.Limits(rows=100, bytes=200_000, seconds=2.0))
+    app = create_app(daemon, query.Limits(rows=100, bytes=200_000, seconds=4.0))
     api = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     thread = threading.Thread(target=api.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

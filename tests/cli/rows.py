@@ -365,6 +365,7 @@ def fill(connection: duckdb.DuckDBPyConnection) -> None:
         "failures": FAILURES,
         "engines": ENGINES,
         "samples": [],
+        "labels": [],
     }
     for table in schema.TABLES:
         connection.execute(schema.create_sql(table))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +13,7 @@ import duckdb
 import pytest
 
 from kvscope import lookup, query, schema, selection, steps, storefile, views
+from kvscope.commands.results import Target
 from kvscope.errors import KvscopeError, UsageError
 from kvscope.query import Limits, QueryError, QueryRefused
 
@@ -38,9 +42,10 @@ def ask(database: duckdb.DuckDBPyConnection, name: str, **parameters: str | int)
 def test_each_question_gives_the_columns_it_documents(database: duckdb.DuckDBPyConnection, name: str) -> None:
     question = query.questions()[name]
     used = database.extract_statements(question.sql)[0].named_parameters
-    assert used <= {"since", "until", "limit"} & set(question.parameters), (
-        "label and where apply by themselves"
-    )
+    # Label and where apply by themselves, but to `engines`.
+    of_engines = {"label"} if "FROM engines" in question.sql else set()
+    assert used <= {"since", "until", "limit", "one_in"} | of_engines
+    assert used - {"one_in"} <= set(question.parameters)
     assert ("limit" in used) == ("limit" in question.parameters)
     result = query.ask(database.cursor(), name)
     assert result.columns == list(question.columns)
@@ -131,7 +136,7 @@ def test_a_comment_block_that_is_not_complete_is_refused() -> None:
 
 HOSTILE = {
     "write in a CTE": ("WITH a AS (DELETE FROM requests RETURNING id) SELECT * FROM a", "read-only"),
-    "EXPLAIN ANALYZE of a write": ("EXPLAIN ANALYZE DELETE FROM requests", "read-only"),
+    "EXPLAIN ANALYZE of a write": ("EXPLAIN ANALYZE DELETE FROM requests", "of a SELECT only"),
     "nextval": ("SELECT nextval('numbers')", "read-only"),
     "read_text": ("SELECT * FROM read_text('/etc/passwd')", "disabled"),
     "glob": ("SELECT * FROM glob('/etc/*')", "disabled"),
@@ -334,5 +339,23 @@ def test_every_question_takes_what_can_apply_to_it() -> None:
         timed = {"since", "until"} & set(question.parameters)
         assert timed == (set() if name in ("engines", "losses") else {"since", "until"}), name
         assert ({"label", "where"} <= set(question.parameters)) == (name in of_requests), name
-    assert set(selection.TIMES) == set(schema.BY_NAME) - {"engines"}
+    assert set(selection.TIMES) == set(schema.BY_NAME) - {"engines", "labels"}
     assert schema.REQUESTS.columns[0].name == "id"
+
+
+def test_ctrl_c_while_duckdb_works_is_ctrl_c(database: duckdb.DuckDBPyConnection) -> None:
+    """DuckDB says it in a way of its own."""
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            query.run_sql(database.cursor(), "SELECT max(sqrt(range)) FROM range(1000000000000)")
+    finally:
+        timer.cancel()
+
+
+def test_an_answer_replaces_no_device_or_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(UsageError, match="no plain file"):
+        Target("csv", pipe, force=True)
