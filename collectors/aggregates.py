@@ -22,6 +22,7 @@ from kvscope import schema
 from kvscope.collectors.counts import Counts, Histogram, Labels, clean
 from kvscope.collectors.request_counts import CONNECTORS, begin_group, count_request, group_series
 from kvscope.metrics import OTHER, PRODUCTION, UNKNOWN
+from kvscope.regret import Regrets
 from kvscope.steps import CLASSES
 
 logger = logging.getLogger(__name__)
@@ -112,6 +113,7 @@ class Aggregates:
         self._rings: dict[str, _Ring] = {}
         self._traffics: set[str] = set()
         self._faults = 0
+        self._regrets = Regrets()
         self._clock_errors: deque[tuple[int, int]] = deque()
         """(second, greatest error in it)"""
 
@@ -142,6 +144,7 @@ class Aggregates:
         """
         with self._lock:
             self._forget(set(present), self._clock())
+            self._count_regrets()
             oldest = int(self._clock()) - CLOCK_ERROR_S
             planned, loose = self._planned.copy(), self._loose.copy()
             uncounted: dict[Labels, float] = {(): self._faults}
@@ -228,6 +231,9 @@ class Aggregates:
                 self._engine(name)[1].roles.add(role)
         group = self._group(row)
         waits_s = count_request(self._planned, row, group, self._wall())
+        if group != _OTHER_GROUP:  # of several models, which are not to be compared
+            self._regrets.add(row, group, self._wall())
+            self._count_regrets()
         if p_engine and d_engine:
             pair = self._pair(p_engine, d_engine, group)
             self._planned.count(m.PAIR_REQUESTS, pair)
@@ -240,6 +246,11 @@ class Aggregates:
         self._clock_errors.append((second, error_ns))
         while self._clock_errors[0][0] < second - CLOCK_ERROR_S:
             self._clock_errors.popleft()
+
+    def _count_regrets(self) -> None:
+        for judged in self._regrets.judged(self._wall()):
+            self._planned.count(m.REGRET, judged.group, judged.regret_ns / 1e9)
+            self._planned.count(m.REGRET_REQUESTS, judged.group)
 
     def _take_transfer(self, row: dict[str, Any]) -> None:
         labels = (clean(row["operation"]), self._engine(row["engine"])[1].traffic)

@@ -103,7 +103,9 @@ class Exposition(PrometheusCollector):
 
     def _make(self) -> list[Family]:
         now = self._now()
-        counted = self._aggregates.snapshot([ring["ring"] for ring in now.status["rings"]])
+        # Of those that are gone it knows by itself when to forget them.
+        present = [ring["ring"] for ring in now.status["rings"] if ring.get("gone_at_ns") is None]
+        counted = self._aggregates.snapshot(present)
         values = {**counted.counters}
         for metric, children in _values(now, counted.engines):
             values[metric.name] = children

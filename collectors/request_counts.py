@@ -19,7 +19,7 @@ CONNECTORS = frozenset(_STEPS_OF)
 
 def begin_group(counts: Counts, group: Labels) -> None:
     """Make what happens seldom: an increase is seen only where the series was there before."""
-    for metric in (m.RECOMPUTED, m.READ_LATE, m.CLAMPED, m.PREEMPTIONS):
+    for metric in (m.RECOMPUTED, m.READ_LATE, m.CLAMPED, m.PREEMPTIONS, m.REGRET, m.REGRET_REQUESTS):
         counts.count(metric, group, 0)
     for outcome in ("finished", "error", "aborted", "lost", "incomplete"):
         counts.count(m.REQUESTS, (*group, outcome), 0)

@@ -11,7 +11,7 @@ from kvscope.dashboards import panels as p
 from kvscope.dashboards.overview import THIS_ENGINE, engines_table, failures_table
 from kvscope.dashboards.pages import Row
 from kvscope.dashboards.panels import Column, Query, limits
-from kvscope.dashboards.promql import increase, or_zero, quantile, rate, series, total
+from kvscope.dashboards.promql import grown, or_zero, quantile, rate, series, total
 
 _THIS = links.to_dashboard("This engine alone", links.ENGINES, engine=links.label("engine"))
 
@@ -159,7 +159,7 @@ def _by_engine(id_: int, title: str, description: str, column: str, counter: str
         title,
         description,
         {"engine": "Engine"},
-        [Column(column, or_zero(increase(counter, "engine"), engine="none"), p.COUNT, limits(1))],
+        [Column(column, or_zero(total(grown(counter), "engine"), engine="none"), p.COUNT, limits(1))],
         sort=column,
         span=8,
         height=8,

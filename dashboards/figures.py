@@ -9,6 +9,7 @@ from kvscope.dashboards.parameters import Parameters
 from kvscope.dashboards.promql import (
     RANGE,
     STEP,
+    grown,
     highest,
     increase,
     quantile,
@@ -83,6 +84,12 @@ def mean_lag() -> str:
     return ratio(increase(series(m.LAG), "connector"), every, "connector")
 
 
+def mean_regret() -> str:
+    """Seconds that a later choice of the decoder would have saved, a request that could be compared."""
+    requests = increase(series(m.REGRET_REQUESTS), "connector")
+    return ratio(increase(series(m.REGRET), "connector"), requests, "connector")
+
+
 def predicted_change() -> str:
     """TTFT with the other connector against what it was: -0.2 is a fifth less."""
     by = ("connector", "to")
@@ -126,10 +133,10 @@ def busiest(metric: m.Metric, of: str) -> str:
     return top(SHOWN, of, ranked, "engine")
 
 
-def expired(function: str, window: str, kept_by_d: bool = False) -> str:
+def expired(window: str, kept_by_d: bool = False) -> str:
     """Leases that expired: those in which P kept a prompt for D, or those in which D kept a turn for the
     next. Of the first each one is a fault; the others end so whenever a user doesn't go on."""
-    leases = f"{function}({series(m.LEASES, _EXPIRED)}{window})"
+    leases = grown(series(m.LEASES, _EXPIRED), window)
     decoders = f'max by (engine) ({m.ENGINE_INFO.name}{{role="decode"}})'
     return total(f"{leases} {'and' if kept_by_d else 'unless'} on (engine) {decoders}")
 

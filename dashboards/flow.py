@@ -10,7 +10,7 @@ from kvscope.dashboards import links, pages
 from kvscope.dashboards import panels as p
 from kvscope.dashboards.pages import Row
 from kvscope.dashboards.panels import Column, Query, limits
-from kvscope.dashboards.promql import RANGE, increase, or_zero, quantile, rate, ratio, series
+from kvscope.dashboards.promql import RANGE, grown, increase, or_zero, quantile, rate, ratio, series, total
 from kvscope.steps import COORDINATION
 
 _SLOWEST = links.to_requests("Slowest requests (JSON)")
@@ -187,7 +187,7 @@ def _registration() -> list[p.Panel]:
             p.COUNT,
             [
                 Query(
-                    or_zero(increase(series(m.HANDSHAKES), "result"), result="none"),
+                    or_zero(total(grown(series(m.HANDSHAKES)), "result"), result="none"),
                     "{{result}}",
                 )
             ],
@@ -208,6 +208,18 @@ def _registration() -> list[p.Panel]:
             greatest=1,
             decimals=0,
             no_value="not known",
+        ),
+        p.bars(
+            306,
+            "Early-binding regret",
+            """Would a later choice of decoder have helped? Mean time that a request waited for capacity on
+            its decoder after prefill, beyond what requests of the same second waited on the least loaded
+            other one: at most what a router saves that chooses D at the hand-over. Counted two minutes
+            after it. Near 0 the router balances well, or all decoders are full.""",
+            p.SECONDS,
+            [Query(f.mean_regret(), "{{connector}}")],
+            span=6,
+            no_value="one decoder only",
         ),
     ]
 

@@ -13,6 +13,7 @@ from kvscope.dashboards.panels import Column, Limit, Query, limits
 from kvscope.dashboards.promql import (
     RANGE,
     STEP,
+    grown,
     increase,
     mean,
     or_zero,
@@ -262,7 +263,7 @@ def engines_table(id_: int, description: str, count: int = 0) -> p.Panel:
 
 def failures_table(id_: int, description: str) -> p.Panel:
     """A row for each kind of failure of each engine."""
-    failures = increase(series(m.FAILURES), "engine", "kind", "name")
+    failures = total(grown(series(m.FAILURES)), "engine", "kind", "name")
     return p.rows(
         id_,
         "Failures",
@@ -369,7 +370,7 @@ def _anything_wrong() -> list[p.Panel]:
             recompute: a longer lease, or a D that is asked sooner. What D keeps for a later turn is not
             counted here: see Sessions and reuse.""",
             p.COUNT,
-            [Query(or_zero(f.expired("increase", RANGE)))],
+            [Query(or_zero(f.expired(RANGE)))],
             span=3,
             thresholds=limits(1),
             links=[pairs],
@@ -416,7 +417,7 @@ def _anything_wrong() -> list[p.Panel]:
             "Failures",
             """Failures of vLLM's connector and of kvscope's hooks. The engines dashboard says which.""",
             p.COUNT,
-            [Query(or_zero(increase(series(m.FAILURES))))],
+            [Query(or_zero(total(grown(series(m.FAILURES)))))],
             span=3,
             thresholds=limits(1),
             links=[engines],
@@ -462,14 +463,14 @@ def _anything_wrong() -> list[p.Panel]:
             engine.""",
             p.COUNT,
             [
-                Query(or_zero(f.expired("increase", STEP)), "leases expired"),
+                Query(or_zero(f.expired(STEP)), "leases expired"),
                 Query(or_zero(increase(series(m.READ_LATE), window=STEP)), "late reads"),
                 Query(or_zero(increase(series(m.RECOMPUTED), window=STEP)), "recomputed"),
                 Query(
                     or_zero(increase(series(m.REQUESTS, 'outcome=~"error|lost|incomplete"'), window=STEP)),
                     "failed or lost",
                 ),
-                Query(or_zero(increase(series(m.FAILURES), window=STEP)), "failures"),
+                Query(or_zero(total(grown(series(m.FAILURES), STEP))), "failures"),
             ],
             height=7,
         ),

@@ -13,6 +13,7 @@ from kvscope.dashboards.pages import Row
 from kvscope.dashboards.panels import Column, Limit, Query
 from kvscope.dashboards.promql import (
     STEP,
+    grown,
     increase,
     mean,
     or_zero,
@@ -277,7 +278,7 @@ def _meet() -> list[p.Panel]:
             p.COUNT,
             [
                 Query(
-                    or_zero(increase(series(m.HANDSHAKES), "result", window=STEP), result="none"),
+                    or_zero(total(grown(series(m.HANDSHAKES), STEP), "result"), result="none"),
                     "{{result}}",
                 )
             ],
@@ -310,7 +311,7 @@ def _meet() -> list[p.Panel]:
 
 
 def _leases() -> list[p.Panel]:
-    renewed = increase(series(m.LEASE_RENEWALS), "engine", window=STEP)
+    renewed = total(grown(series(m.LEASE_RENEWALS), STEP), "engine")
     return [
         p.graph(
             501,
@@ -318,7 +319,7 @@ def _leases() -> list[p.Panel]:
             f"""Blocks kept for the peer, per rank, by how that ended. {p.COUNTED} Expired: the peer came too
             late or never, and the request failed or was computed anew. Lost: the engine is gone.""",
             p.COUNT,
-            [Query(or_zero(increase(series(m.LEASES), "end", window=STEP), end="none"), "{{end}}")],
+            [Query(or_zero(total(grown(series(m.LEASES), STEP), "end"), end="none"), "{{end}}")],
             colours={"released": p.GOOD, "expired": p.BAD, "lost": "purple"},
             height=10,
         ),

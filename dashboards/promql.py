@@ -58,6 +58,12 @@ def increase(selector: str, *by: str, window: str = RANGE) -> str:
     return total(f"increase({selector}{window})", *by)
 
 
+def grown(selector: str, window: str = RANGE) -> str:
+    """How much each series rose in the window, also those born in it, whose first event `increase` does not
+    see: of those it is all that they count. For counters that have no series before their first event."""
+    return f"({selector} unless {selector} offset {window[1:-1]} or increase({selector}{window}))"
+
+
 def ratio(part: str, whole: str, *on: str) -> str:
     """`part / whole`; no value where `whole` is 0. Both have the labels `on`, `part` may have more."""
     return f"{part} / on ({', '.join(on)}) group_left () ({whole} > 0)"

@@ -180,8 +180,8 @@ def _lasts() -> list[p.Panel]:
             which is not a fault. Kept by P: D came too late for a prompt, which is one.""",
             p.COUNT,
             [
-                Query(or_zero(f.expired("increase", STEP, kept_by_d=True)), "kept by D for a later turn"),
-                Query(or_zero(f.expired("increase", STEP)), "kept by P for D"),
+                Query(or_zero(f.expired(STEP, kept_by_d=True)), "kept by D for a later turn"),
+                Query(or_zero(f.expired(STEP)), "kept by P for D"),
             ],
             span=8,
             colours={"kept by D for a later turn": p.WARN, "kept by P for D": p.BAD},

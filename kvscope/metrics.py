@@ -29,8 +29,8 @@ Exemplars need Prometheus's `--enable-feature=exemplar-storage`.
         static_configs:
           - targets: ["127.0.0.1:9177"]
 
-Early-binding regret is not among them: it needs the queue of every other decoder at the moment prefill
-finished, which no recorded event tells.
+Early-binding regret is counted two minutes after a request's hand-over, when the requests that it is compared
+with are over too: those that the other decoders were handed in the same second.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ LABELS = {
     "source": "tokens: computed, cached_p, cached_d, transferred, read_back, recomputed; samples: what "
     "was to be read",
     "state": "transfers: done, failed, open (never seen done); processes: recording, stopped (recorder "
-    "gave up), ended (orderly), gone (process died)",
+    "gave up), ended (nothing in flight), gone (died)",
     "step": "one of docs/steps.md",
     "table": "table of the store",
     "to": "the other connector: push or pull",
@@ -241,6 +241,21 @@ PREDICTED_BASE = _counter(
 )
 PREDICTED_REQUESTS = _counter(
     "predicted_requests", "requests", (*GROUP, "to"), "How many requests that were."
+)
+REGRET = _counter(
+    "early_binding_regret_seconds",
+    "seconds",
+    GROUP,
+    "Time that requests waited for capacity on their decoder after prefill had finished, beyond what those "
+    "did that were handed over to the least loaded other decoder in the same second: at most what a router "
+    "saves that chooses the decoder at the hand-over. Divide by kvscope_early_binding_requests_total.",
+)
+REGRET_REQUESTS = _counter(
+    "early_binding_requests",
+    "requests",
+    GROUP,
+    "How many requests that is of: those with another decoder to compare with that were over two minutes "
+    "after their hand-over. 0 where there is one decoder only.",
 )
 JOINS = _counter(
     "joins",

@@ -127,7 +127,8 @@ def _called(e: Any) -> Labels:
 
 
 def _combined(e: Any) -> Labels:
-    left, right, op = labels(e.lhs), labels(e.rhs), str(e.op)
+    born = _is_newborn(e)
+    left, right, op = labels(e.lhs, born), labels(e.rhs, born), str(e.op)
     if left is None or right is None:
         return right if left is None else left
     matching = e.modifier.matching if e.modifier else None
@@ -151,6 +152,18 @@ def _combined(e: Any) -> Labels:
         raise Wrong(f"group_left {sorted(extra - right)}, which the right side does not have")
     many = e.modifier.card == promql.VectorMatchCardinality.ManyToOne
     return (left if many else frozenset(matching.labels)) | extra
+
+
+def _is_newborn(e: Any) -> bool:
+    """`x unless x offset w`: a counter that was not there a window ago has counted all of it since."""
+    sides = (e.lhs, e.rhs)
+    return (
+        str(e.op) == "unless"
+        and all(isinstance(side, promql.VectorSelector) for side in sides)
+        and e.lhs.name == e.rhs.name
+        and e.lhs.offset is None
+        and e.rhs.offset is not None
+    )
 
 
 def _has_percentile(e: Any) -> bool:

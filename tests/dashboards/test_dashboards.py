@@ -115,6 +115,8 @@ def test_an_expression_that_means_nothing(uid: str) -> None:
         ("rate(kvscope_nothing_total[5m])", "none of"),
         ('rate(kvscope_requests_total{engine="a"}[5m])', "no label engine"),
         ("kvscope_requests_total", "without rate"),
+        ("kvscope_requests_total unless kvscope_joins_total offset 5m", "without rate"),
+        ("kvscope_requests_total unless kvscope_requests_total", "without rate"),
         ("rate(kvscope_kv_blocks[5m])", "gauge"),
         ("rate(kvscope_lead_seconds_sum[5m])", "none of"),
         ("sum by (engine) (rate(kvscope_requests_total[5m]))", "by ['engine']"),
