@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from kvscope import __version__
 from kvscope.collectors.aggregates import Aggregates
+from kvscope.collectors.archiving import Archiving, moved_until_ns, write_by_hand
 from kvscope.collectors.channel import Look
 from kvscope.collectors.exposition import Exposition, Now, read_now
 from kvscope.collectors.otlp import make_exporter
@@ -27,6 +28,7 @@ from kvscope.ring import Event
 from kvscope.samples import Sample
 from kvscope.schema import ENGINES, FAILURES, REQUESTS, SAMPLES
 from kvscope.settings import Settings
+from kvscope.text import utc
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,9 @@ class Collector:
                 self._next_scan = now + SCAN_INTERVAL_S
                 self.scan()
             moved = self._read()
-            if now >= self._next_take:
+            if scan:
+                self._note_gone()
+            if scan or now >= self._next_take:
                 self._next_take = now + TAKE_INTERVAL_S
                 rows = self.pipeline.take_rows(time.monotonic_ns())
                 rows[SAMPLES.name] = self._sampled()
@@ -102,9 +106,7 @@ class Collector:
             while self._read() >= (1 if everything else BUSY_SLOTS):
                 pass
             if everything:
-                for tail in self.rings.tails.values():
-                    if tail.drained:
-                        self.pipeline.ring_gone(tail.reader, time.monotonic_ns())
+                self._note_gone()
             rows = self.pipeline.take_rows(time.monotonic_ns() + SETTLE_NS, everything)
             rows[SAMPLES.name] = self._sampled(everything)
             self._add_ring_rows(rows)
@@ -182,14 +184,18 @@ class Collector:
             if failure is not None:
                 rows.setdefault(FAILURES.name, []).append(failure)
 
+    def _note_gone(self) -> None:
+        """Take in that processes are gone, all of whose events were read."""
+        for tail in self.rings.tails.values():
+            if tail.drained and tail.id not in self._gone:
+                self._gone[tail.id] = None
+                self.rings.note_gone(tail, self.pipeline.ring_gone(tail.reader, time.monotonic_ns()))
+
     def _let_go(self, ticket: int) -> None:
         """Delete drained rings once all that came of them is on disk."""
-        for tail in [t for t in self.rings.tails.values() if t.drained]:
-            if tail.id not in self._gone:
-                self.pipeline.ring_gone(tail.reader, time.monotonic_ns())
-                self._gone[tail.id] = None
-            elif self._gone[tail.id] is None:
-                if not self._is_open(tail):
+        for tail in [t for t in self.rings.tails.values() if t.id in self._gone]:
+            if self._gone[tail.id] is None:
+                if not self._is_open(tail) and not self.rings.has_company(tail):
                     self._gone[tail.id] = ticket
             elif self.store.committed() >= (self._gone[tail.id] or 0):
                 self.pipeline.ring_forgotten(tail.reader)
@@ -206,6 +212,10 @@ class Collector:
         )
 
 
+def _archive_of(settings: Settings) -> Path | None:
+    return Path(settings.archive).expanduser().resolve() if settings.archive else None
+
+
 class Daemon:
     """Collects in a thread of its own until it is stopped.
 
@@ -219,8 +229,21 @@ class Daemon:
         self._otlp = make_exporter(settings.otlp_endpoint)
         self._aggregates = Aggregates()
         self._store = Store(
-            settings.store, settings.store_memory_mb, settings.retention_hours, on_commit=self._stored
+            settings.store,
+            settings.store_memory_mb,
+            settings.retention_hours,
+            on_commit=self._stored,
+            archive=(directory := _archive_of(settings)),
         )
+        self._archiving = (
+            None if directory is None else Archiving(self._store, directory, settings.retention_hours)
+        )
+        if directory is None and (moved_ns := moved_until_ns(self._store)):
+            logger.warning(
+                "%s: hours before %s were moved to an archive; questions lack them without --archive",
+                settings.store,
+                utc(moved_ns)[:16],
+            )
         self._exposition = Exposition(self._aggregates, self._now)
         self._collector = Collector(Rings(settings.dir, self._store), self._store)
         self._sampler = make_sampler(settings, self._collector.processes, self._collector.kv_blocks)
@@ -233,6 +256,8 @@ class Daemon:
     def start(self) -> None:
         self._thread.start()
         self._sampler.start()
+        if self._archiving is not None:
+            self._archiving.start()
         if self._otlp is not None:
             self._otlp.start()
 
@@ -244,6 +269,8 @@ class Daemon:
         """
         end = time.monotonic() + deadline_s
         self._stopping.set()
+        if self._archiving is not None:
+            self._archiving.stop()
         self._sampler.stop()
         if self._thread.ident is not None:
             self._thread.join(deadline_s / 2)
@@ -298,7 +325,7 @@ class Daemon:
         """How it does: store, rings, losses, files it could not read, the pipeline's counters."""
         collector, rings = self._collector, self._collector.rings
         with collector.lock:
-            ring_list = [self._ring(tail) for tail in rings.tails.values()]
+            ring_list = rings.told()
             unreadable = [{"path": str(path), "reason": why} for path, why in sorted(rings.refused.items())]
             counters = collector.pipeline.counters()
         own = (rings.problem, self._store.error, self._error)
@@ -309,11 +336,13 @@ class Daemon:
             "problems": [
                 *(text for text in own if text),
                 *self._sampler.problems(),
+                *(self._archiving.problems() if self._archiving is not None else ()),
                 *(self._otlp.problems() if self._otlp is not None else ()),
             ],
             "rings": ring_list,
             "unreadable": unreadable,
             "store": self._store.status(),
+            "archive": None if self._archiving is None else self._archiving.status(),
             "pipeline": {**counters, "faults": collector.faults},
             "samples": self._sampler.status(),
             "otlp": None if self._otlp is None else self._otlp.status(),
@@ -352,32 +381,15 @@ class Daemon:
         """A cursor on the store for one thread; close it. It reaches no files and no settings."""
         return self._store.cursor()
 
-    def snapshot(self, path: Path) -> None:
-        """Write a consistent copy of the store to a new file."""
-        self._store.snapshot(path)
+    def keep(self, table: str, row: Row) -> None:
+        """Store a row of a kept table; returns when it is on disk."""
+        self._store.keep(table, row)
 
-    def _ring(self, tail: Tail) -> dict[str, Any]:
-        about = tail.reader.about
-        state, detail = self._collector.rings.state(tail)
-        return {
-            "ring": str(tail.reader.ring_id),
-            "file": tail.reader.path.name,
-            "engine": tail.engine,
-            "source": about.source,
-            "rank": about.rank,
-            "host": about.host,
-            "pid": tail.reader.pid,
-            "label": about.label,
-            "kvscope": about.kvscope,
-            "started_at_ns": tail.reader.wall_ns,
-            "state": state,
-            "state_detail": detail,
-            "read": tail.read,
-            "lost": tail.lost,
-            "torn": tail.torn,
-            "rejected": tail.rejected,
-            "slots": tail.reader.slots,
-            "last_event_at_ns": tail.last_event_ns or None,
-            "hooks_missing": about.hooks_missing,
-            "fingerprint": about.fingerprint,
-        }
+    def snapshot(self, path: Path, everything: bool = False) -> None:
+        """Write a consistent copy of the store, and with `everything` of its archive, to a new file."""
+        self._store.snapshot(path, everything)
+
+    def archive(self, path: Path, since: str, until: str) -> dict[str, Any]:
+        """Write closed hours to a directory; see `archiving.write_by_hand`."""
+        own = None if self._archiving is None else self._archiving.archive
+        return write_by_hand(self._store, own, path, since, until)

@@ -98,10 +98,18 @@ class Pipeline:
         self._counts["events"] += len(events)
         self.joiner.feed(self._sources[reader.ring_id.bytes], events, texts, now_ns)
 
-    def ring_gone(self, reader: RingReader, now_ns: int) -> None:
-        """The ring's writer is gone and all it wrote was fed."""
-        self.joiner.ring_gone(self._sources[reader.ring_id.bytes], now_ns)
+    def ring_gone(self, reader: RingReader, now_ns: int) -> int:
+        """The ring's writer is gone and all it wrote was fed.
+
+        Returns:
+            Of a scheduler's ring, how many requests its engine left unfinished.
+        """
+        source = self._sources[reader.ring_id.bytes]
+        self.joiner.ring_gone(source, now_ns)
         self._live.clear()
+        if source.about.source != ev.SCHEDULER:
+            return 0
+        return sum(_cut_off(request, source.engine) for request in self.joiner.live())
 
     def ring_forgotten(self, reader: RingReader) -> None:
         """Everything of a gone ring is stored and its file is removed."""
@@ -495,6 +503,21 @@ def _use(leg: Leg) -> str:
     if leg.scheduled_ns:
         return "" if leg.preempted_ns and max(leg.preempted_ns) > max(leg.scheduled_ns) else "running"
     return "staging" if leg.allocated_ns is not None else ""
+
+
+def _cut_off(request: Request, engine: str) -> bool:
+    """Whether an engine that is gone had still to work for the request, or held blocks that D was to read."""
+    here = [leg for leg in request.legs() if leg.engine == engine and leg.arrived_ns is not None]
+    if any(not leg.finished for leg in here):
+        return not _is_cleanup(request)
+    p = request.p
+    return (
+        p is not None
+        and p.engine == engine
+        and not p.released
+        and not p.lease_expired
+        and not any(leg.finished or leg.load_reported_ns is not None for leg in request.d)
+    )
 
 
 def _is_cleanup(request: Request) -> bool:

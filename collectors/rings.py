@@ -1,4 +1,5 @@
-"""The source that tails the rings of this host: finds them, reads them on, lets go of those that are over.
+"""The source that tails the rings of this host: finds them, reads them on, lets go of those that are over,
+and goes on telling of these for a while.
 
 At a start every ring is read from its oldest event again, because requests in flight lived in memory
 only; the store drops what it has. Loss is counted once: what an earlier daemon had read is not lost.
@@ -10,7 +11,9 @@ import contextlib
 import heapq
 import logging
 import os
+import time
 import uuid
+from collections import deque
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
@@ -20,7 +23,7 @@ import msgspec
 
 from kvscope.collectors.store import Position, Row, Store
 from kvscope.errors import KvscopeError
-from kvscope.events import ENGINE_STOPPED, VOCABULARY
+from kvscope.events import ENGINE_STOPPED, SCHEDULER, VOCABULARY
 from kvscope.join import LIMIT_NS
 from kvscope.ring import SUFFIX, Event, RingError, RingReader
 
@@ -31,6 +34,13 @@ PASS_SLOTS = 32768
 """Read in one pass over all rings; rows are taken between passes."""
 RING_SLOTS = PASS_SLOTS // 2
 """Of these, what one ring may take: a flooded ring must not keep the others waiting."""
+DEPARTED_NS = 600_000_000_000
+"""So long after its process is gone a ring is told of."""
+MAX_DEPARTED = 256
+"""Of so many at most: the last ones."""
+OUTLIVED_NS = 2_000_000_000
+"""An engine that is stopped loses all its processes at about the same time. A worker that goes on for longer,
+and then shuts down by itself, has lost its EngineCore."""
 
 
 class Tail:
@@ -47,9 +57,15 @@ class Tail:
         self.last_event_ns = 0
         """Unix time of the last event read, by the ring's anchor."""
         self.orderly = False
-        """The engine said that it shuts down."""
+        """The process said that it shuts down."""
         self.dead = False
         """The writer's process is gone."""
+        self.gone_at_ns: int | None = None
+        """Unix time when that was noticed."""
+        self.cut_off = 0
+        """Of a scheduler's ring: requests that were in flight on the engine then."""
+        self.outlived = False
+        """Of a scheduler's ring: a worker of the engine went on, and shut down because of it."""
         self.drained = False
         """And all it wrote was read."""
         self.damage = ""
@@ -85,6 +101,33 @@ class Tail:
     def next_seq(self) -> int:
         """Number of the first event that neither this nor an earlier daemon has read."""
         return max(self.reader.next_seq, self._counted_from)
+
+    def about(self, state: str, detail: str | None) -> dict[str, Any]:
+        """What the daemon's API tells of this ring."""
+        reader, about = self.reader, self.reader.about
+        return {
+            "ring": str(reader.ring_id),
+            "file": reader.path.name,
+            "engine": about.engine_id,
+            "source": about.source,
+            "rank": about.rank,
+            "host": about.host,
+            "pid": reader.pid,
+            "label": about.label,
+            "kvscope": about.kvscope,
+            "started_at_ns": reader.wall_ns,
+            "gone_at_ns": self.gone_at_ns,
+            "state": state,
+            "state_detail": detail,
+            "read": self.read,
+            "lost": self.lost,
+            "torn": self.torn,
+            "rejected": self.rejected,
+            "slots": reader.slots,
+            "last_event_at_ns": self.last_event_ns or None,
+            "hooks_missing": about.hooks_missing,
+            "fingerprint": about.fingerprint,
+        }
 
     def row(self, state: str, detail: str | None) -> Row:
         """This ring's row of the table `engines`."""
@@ -165,6 +208,8 @@ class Rings:
         self._collected: set[uuid.UUID] = set()
         self._left: set[Path] = set()
         """Files of collected rings that could not be deleted, or should not."""
+        self._departed: deque[dict[str, Any]] = deque(maxlen=MAX_DEPARTED)
+        """What was told of rings when they were let go."""
 
     def scan(self) -> list[Tail]:
         """Open the rings that are new in the directory and notice writers that are gone."""
@@ -175,7 +220,8 @@ class Rings:
         for path in self.refused.keys() - set(found):
             del self.refused[path]
         for tail in self.tails.values():
-            tail.dead = tail.dead or not tail.reader.writer_alive()
+            if not tail.dead and not tail.reader.writer_alive():
+                _died(tail)
         return new
 
     def poll(self) -> Iterator[tuple[Tail, list[Event]]]:
@@ -205,7 +251,8 @@ class Rings:
         except (RingError, OSError) as error:
             tail.damage = str(error) if isinstance(error, RingError) else f"{tail.reader.path}: {error}"
             self._refuse(tail.reader.path, tail.damage)
-            tail.dead = tail.drained = True
+            _died(tail)
+            tail.drained = True
             return [], 0
 
     def state(self, tail: Tail) -> tuple[str, str | None]:
@@ -217,9 +264,41 @@ class Rings:
             return "stopped", tail.damage
         if not tail.dead:
             return "recording", None
-        # Only the scheduler's ring tells of an orderly end; workers go with it.
-        orderly = any(t.orderly for t in self.tails.values() if t.engine == tail.engine)
-        return ("ended", None) if orderly else ("gone", None)
+        # What an engine says at its end tells little: vLLM 0.32 kills the processes of one that is stopped
+        # before they can say that they shut down, and an EngineCore that fails says it too.
+        if tail.cut_off:
+            return "gone", f"{tail.cut_off} request{'s' * (tail.cut_off > 1)} in flight"
+        if tail.outlived:
+            return "gone", "its workers outlived it"
+        return "ended", None
+
+    def note_gone(self, tail: Tail, cut_off: int) -> None:
+        """Take in that all was read of a ring whose process is gone, with so many requests in flight."""
+        tail.cut_off = cut_off
+        for other in self.tails.values():
+            if other.engine == tail.engine and other.reader.about.source == SCHEDULER and other.gone_at_ns:
+                lived_on_ns = (tail.gone_at_ns or 0) - other.gone_at_ns
+                other.outlived |= tail.orderly and not other.orderly and lived_on_ns >= OUTLIVED_NS
+
+    def has_company(self, tail: Tail) -> bool:
+        """Whether processes that began before this one was gone still record for its engine."""
+        return any(
+            other.engine == tail.engine and not other.dead and other.reader.wall_ns < (tail.gone_at_ns or 0)
+            for other in self.tails.values()
+        )
+
+    def told(self) -> list[dict[str, Any]]:
+        """All rings, as the daemon's API tells of them: those that are read, and those that were let go."""
+        return [*(tail.about(*self.state(tail)) for tail in self.tails.values()), *self.departed()]
+
+    def departed(self) -> list[dict[str, Any]]:
+        """Rings that were let go, of processes that are not long gone, and whose engine did not come back."""
+        started = [(tail.engine, tail.reader.wall_ns) for tail in self.tails.values()]
+        started += [(ring["engine"], ring["started_at_ns"]) for ring in self._departed]
+        since_ns = dict.fromkeys((engine for engine, _ in started), time.time_ns() - DEPARTED_NS)
+        for engine, at_ns in started:
+            since_ns[engine] = max(since_ns[engine], at_ns)
+        return [ring for ring in self._departed if ring["gone_at_ns"] >= since_ns[ring["engine"]]]
 
     def processes(self) -> list[RingProcess]:
         """Those that record now."""
@@ -244,6 +323,8 @@ class Rings:
     def remove(self, tail: Tail) -> None:
         """Let go of a drained ring and, unless it is damaged, delete its file: all of it is on disk."""
         path = tail.reader.path
+        if not tail.damage:  # its file stays, and is told of
+            self._departed.append(tail.about(*self.state(tail)))
         tail.reader.close()
         del self.tails[path]
         self._collected.add(tail.reader.ring_id)
@@ -320,6 +401,11 @@ class Rings:
         if self.refused.get(path) != reason:
             logger.warning("%s", reason)
         self.refused[path] = reason
+
+
+def _died(tail: Tail) -> None:
+    tail.dead = True
+    tail.gone_at_ns = tail.gone_at_ns or time.time_ns()
 
 
 def _number(name: bytes) -> int:

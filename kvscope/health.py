@@ -18,7 +18,8 @@ def engine_problems(engines: Iterable[Mapping[str, Any] | msgspec.Struct]) -> It
         if row["state"] == "stopped":
             yield f"RECORDER STOPPED in {name}: {printable(row['state_detail']) or 'reason not known'}"
         if row["state"] == "gone":
-            yield f"ENGINE GONE: {name} (pid {row['pid']}) ended without saying so"
+            detail = printable(row["state_detail"])
+            yield f"ENGINE GONE: {name} (pid {row['pid']}) died{f': {detail}' if detail else ''}"
         if row["lost"]:
             share = 100 * row["lost"] / (row["lost"] + row["read"])
             yield f"LOST {row['lost']} events ({share:.2g} %, {row['torn']} of them torn) of {name}"
@@ -39,6 +40,8 @@ def problems(status: Mapping[str, Any]) -> Iterator[str]:
             f"no engine records into {printable(status['dir'])}: is KVSCOPE_DIR the same there, and the "
             "connector instrumented (kv_connector_module_path)?"
         )
+    elif all(ring["state"] in ("ended", "gone") for ring in status["rings"]):
+        yield f"no engine records into {printable(status['dir'])} any more"
     yield from engine_problems(status["rings"])
     for file in status["unreadable"]:
         yield f"UNREADABLE: {printable(file['reason'] if file['path'] in file['reason'] else _joined(file))}"

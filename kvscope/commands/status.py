@@ -52,6 +52,13 @@ def status_text(status: Mapping[str, Any], wrong: Sequence[str]) -> str:
         f"{store['rows_queued']} of {store['queue_limit']} waiting",
         f"pipeline  {counts}",
     ]
+    if archive := status.get("archive"):
+        passed = archive["last_pass_at_ns"]
+        lines.append(
+            f"archive   {printable(archive['path'])}, {archive['rows_written']} rows and "
+            f"{size(archive['bytes_written'])} written since start, "
+            f"{'no pass finished yet' if passed is None else 'last pass ' + utc(passed)[:16]}"
+        )
     return "\n".join(lines)
 
 

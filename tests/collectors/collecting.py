@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
@@ -107,12 +108,14 @@ class Served:
         return int(self.status()["store"]["rows_stored"])
 
     def requests(self) -> int:
-        """Requests on disk, in a store s.duckdb; the plain table has those in flight too."""
-        body = json.dumps({"sql": "SELECT count(*) AS n FROM s.main.requests"}).encode()
-        headers = {"Content-Type": "application/json"}
-        question = urllib.request.Request(f"{self.url}/api/v1/query", body, headers)
-        with urllib.request.urlopen(question, timeout=30) as answer:
-            return int(json.load(answer)["rows"][0][0])
+        """Requests on disk, of which a snapshot tells; queries have those in flight too."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "copy.duckdb"
+            headers = {"Content-Type": "application/json"}
+            body = json.dumps({"path": str(path)}).encode()
+            asked = urllib.request.Request(f"{self.url}/api/v1/snapshot", body, headers)
+            urllib.request.urlopen(asked, timeout=30).close()
+            return int(query(path, "SELECT count(*) FROM requests")[0][0])
 
     def kill(self) -> None:
         self.process.kill()

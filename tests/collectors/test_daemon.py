@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from kvscope.collectors.rings import Rings
 from kvscope.collectors.sampler import Sampler
 from kvscope.collectors.store import Store
 from kvscope.demo.simulate import Fleet
+from kvscope.health import problems
 from kvscope.join import SETTLE_NS
 from kvscope.ring import About, RingWriter
 from kvscope.schema import REQUESTS
@@ -42,6 +44,28 @@ def test_request_in_flight_is_live_and_not_stored(tmp_path: Path, daemon: Daemon
     assert (live["client_id"], live["p_engine"], live["ttft_ns"]) == ("abc", "engine-p", None)
     with daemon.cursor() as cursor:
         assert cursor.execute("SELECT count(*) FROM requests").fetchall() == [(0,)]
+
+
+def test_an_engine_that_died_is_a_problem_until_it_is_back(
+    tmp_path: Path, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvscope.join.LOST_QUIET_NS", 0)
+    other = RingWriter(tmp_path / "rings", About("engine-d", events.SCHEDULER), 64)
+    ring = RingWriter(tmp_path / "rings", About("engine-p", events.SCHEDULER), 64)
+    ring.record(events.REQUEST_ARRIVED, ring.text("chatcmpl-abc-12345678"), 1, events.FLAG_REMOTE_DECODE, 100)
+    until(daemon.live)
+    assert list(problems(daemon.status())) == []
+    ring.close()
+    until(lambda: not ring.path.exists())
+    died = f"ENGINE GONE: engine-p scheduler 0 (pid {os.getpid()}) died: 1 request in flight"
+    assert list(problems(daemon.status())) == [died]
+    again = RingWriter(tmp_path / "rings", About("engine-p", events.SCHEDULER), 64)
+    until(lambda: list(problems(daemon.status())) == [])
+    for writer in (again, other):
+        writer.close()
+    until(lambda: not list((tmp_path / "rings").iterdir()))
+    (line,) = problems(daemon.status())
+    assert line == f"no engine records into {tmp_path / 'rings'} any more"
 
 
 def test_status_tells_of_rings_files_and_store(tmp_path: Path, daemon: Daemon) -> None:

@@ -24,6 +24,7 @@ from kvscope.collectors.live import LiveView, Stream, TooManyViewers
 from kvscope.demo.simulate import Fleet, RecordedEngine, SimulatedEngine, Simulation
 from kvscope.errors import KvscopeError, UsageError
 from kvscope.frame import Frame, RequestRow, Scope
+from kvscope.labels import Change, row_of
 from kvscope.settings import Settings
 
 from . import collecting
@@ -364,6 +365,65 @@ def test_a_filter_is_of_live_rows_too(bench: Bench) -> None:
         assert made.where == list(where)
     for fleet in fleets:
         fleet.close()
+
+
+def test_a_request_comes_to_pass_a_filter_by_waiting(bench: Bench) -> None:
+    fleet = Held(bench.rings, "pull", 1 << 14)
+    fleet.start(before=ev.LOAD_REPORTED)
+    bench.step()
+    stream = bench.view.stream(Scope(window="1h", label="simulated", where=("ttft>30s",)))
+    viewer = Viewer()
+    viewer.apply(bench.next(stream))
+    assert len(viewer.in_flight) == 0
+    bench.later_ns = 31 * 10**9
+    viewer.apply(bench.next(stream))
+    assert (viewer.wholes, len(viewer.in_flight)) == (1, 1)
+    viewer.apply(bench.next(stream))
+    assert len(viewer.in_flight) == 1
+    stream.close()
+    fleet.close()
+
+
+def test_a_benchmark_that_is_named_begins_the_stream_anew_without_its_requests(bench: Bench) -> None:
+    fleet = Held(bench.rings, "pull", 1 << 14, label="")
+    for _ in range(2):
+        fleet.request()
+    bench.settle()
+    fleet.request()
+    bench.step()  # over, and not stored yet
+    name = fleet.start(before=ev.LOAD_REPORTED)
+    bench.step()
+    production, soak = (bench.view.stream(Scope(window="1h", label=label)) for label in ("", "soak"))
+    viewers = Viewer(), Viewer()
+    for viewer, stream in zip(viewers, (production, soak), strict=True):
+        viewer.apply(bench.next(stream))
+    assert [(len(v.recent), len(v.in_flight)) for v in viewers] == [(3, 1), (0, 0)]
+
+    daemon = bench.daemon
+    change = Change(name="soak", kind="benchmark", since="1h")
+    daemon.keep("labels", row_of(daemon.cursor(), change))
+    bench.view.relabelled()
+    for viewer, stream in zip(viewers, (production, soak), strict=True):
+        viewer.apply(bench.next(stream))
+    assert [(len(v.recent), len(v.in_flight)) for v in viewers] == [(0, 0), (3, 1)]
+    assert {row.label for row in viewers[1].recent.values()} == {"soak"}
+    assert [(row.client_id, row.label) for row in viewers[1].in_flight.values()] == [(name, "soak")]
+    assert [v.wholes for v in viewers] == [2, 2]
+
+    # What ends, arrives and is stored from now on is of the benchmark too.
+    fleet.write()
+    fleet.request()
+    bench.settle()
+    for viewer, stream in zip(viewers, (production, soak), strict=True):
+        viewer.apply(bench.next(stream))
+    assert [(len(v.recent), len(v.in_flight)) for v in viewers] == [(0, 0), (5, 0)]
+    assert {row.label for row in viewers[1].recent.values()} == {"soak"}
+    filtered = bench.whole(Scope(window="1h", label="soak", where=("label=soak",)))
+    assert len(filtered.recent) == 5
+    assert [one.name for one in filtered.windows] == ["soak"]
+    for stream in (production, soak):
+        stream.close()
+    fleet.close()
 
 
 def test_the_past_is_answered_with_what_had_arrived_by_then(bench: Bench) -> None:

@@ -241,7 +241,7 @@ def test_dead_ring_is_deleted_only_when_what_it_told_is_on_disk(
     monkeypatch.undo()
     again(collector, lambda: not list(directory.iterdir()))
     assert ask(store, "SELECT outcome FROM requests") == [("finished",)]
-    assert {state for (state,) in ask(store, "SELECT state FROM engines")} == {"gone"}
+    assert {state for (state,) in ask(store, "SELECT state FROM engines")} == {"ended"}
 
 
 def test_dead_ring_stays_while_a_request_of_it_is_open_elsewhere(directory: Path, store: Store) -> None:
@@ -279,14 +279,135 @@ def test_recorder_that_stopped_says_why(directory: Path, store: Store) -> None:
     assert query(store.path, "SELECT count(*) FROM failures") == [(1,)]
 
 
-def test_orderly_end_of_the_scheduler_is_that_of_its_workers_too(directory: Path, store: Store) -> None:
-    writers = [RingWriter(directory, About("e", source), 64) for source in (events.SCHEDULER, events.WORKER)]
-    writers[0].record(events.ENGINE_STOPPED, 0)
+class Clock:
+    """Unix time, for `collectors.rings`; it can be set forward."""
+
+    def __init__(self) -> None:
+        self.forward_ns = 0
+
+    def time_ns(self) -> int:
+        return time.time_ns() + self.forward_ns
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("kvscope.collectors.rings.time", clock)
+    return clock
+
+
+def engine(directory: Path, name: str = "e") -> list[RingWriter]:
+    """Rings of an engine's scheduler and of its worker."""
+    return [RingWriter(directory, About(name, source), 64) for source in (events.SCHEDULER, events.WORKER)]
+
+
+def arrive(writer: RingWriter, request: str) -> None:
+    writer.record(events.REQUEST_ARRIVED, writer.text(request), 1, events.FLAG_REMOTE_DECODE, 100)
+
+
+def step(collector: Collector) -> None:
+    """One step with a scan, and all of it on disk."""
+    collector._next_scan = 0.0
+    collector.step()
+    assert collector.store.wait_committed(collector.store.put({}), 10)
+
+
+def states(collector: Collector) -> list[tuple[str, str, str | None]]:
+    return sorted((one["source"], one["state"], one["state_detail"]) for one in collector.rings.told())
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_an_engine_that_goes_with_nothing_in_flight_has_ended(
+    directory: Path, store: Store, said: bool
+) -> None:
+    writers, collector = engine(directory), Collector(Rings(directory, store), store)
     for writer in writers:
+        if said:
+            writer.record(events.ENGINE_STOPPED, 0)
         writer.close()
-    rings = Rings(directory, store)
-    read_all(rings)
-    assert [rings.state(tail) for tail in rings.tails.values()] == [("ended", None)] * 2
+    again(collector, lambda: not list(directory.iterdir()))
+    assert states(collector) == [("scheduler", "ended", None), ("worker", "ended", None)]
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_an_engine_that_takes_requests_with_it_is_gone_whatever_it_says(
+    directory: Path, store: Store, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvscope.join.LOST_QUIET_NS", 0)
+    writers, collector = engine(directory), Collector(Rings(directory, store), store)
+    for name in ("cmpl-a-0-12345678", "cmpl-b-0-12345678"):
+        arrive(writers[0], name)
+    step(collector)
+    assert states(collector) == [("scheduler", "recording", None), ("worker", "recording", None)]
+    for writer in writers:
+        if said:
+            writer.record(events.ENGINE_STOPPED, 0)
+        writer.close()
+    again(collector, lambda: not list(directory.iterdir()))
+    told = [("scheduler", "gone", "2 requests in flight"), ("worker", "ended", None)]
+    assert states(collector) == told
+    assert sorted(ask(store, "SELECT source, state, state_detail FROM engines")) == told
+    assert ask(store, "SELECT DISTINCT outcome FROM requests") == [("lost",)]
+
+
+@pytest.mark.parametrize("seconds", [0, 3])
+def test_a_worker_that_goes_on_and_shuts_down_tells_that_its_engine_died(
+    directory: Path, store: Store, clock: Clock, seconds: int
+) -> None:
+    (scheduler, worker), collector = engine(directory), Collector(Rings(directory, store), store)
+    step(collector)
+    scheduler.close()
+    for _ in range(3):
+        step(collector)
+    assert ("scheduler", "ended", None) in states(collector)
+    worker.record(events.ENGINE_STOPPED, 0)
+    clock.forward_ns += seconds * 1_000_000_000
+    worker.close()
+    again(collector, lambda: not list(directory.iterdir()))
+    # vLLM takes as long as a second to end all processes of an engine that is stopped.
+    died = ("scheduler", "gone", "its workers outlived it") if seconds == 3 else ("scheduler", "ended", None)
+    assert states(collector) == [died, ("worker", "ended", None)]
+
+
+def test_rings_that_are_let_go_are_told_of_for_ten_minutes(
+    directory: Path, store: Store, clock: Clock
+) -> None:
+    collector = Collector(Rings(directory, store), store)
+    for writer in engine(directory):
+        record(writer, 3)
+        writer.close()
+    again(collector, lambda: not list(directory.iterdir()))
+    (scheduler, worker) = collector.rings.told()
+    assert (scheduler["engine"], scheduler["read"]) == ("e", 3)
+    assert scheduler["started_at_ns"] < scheduler["gone_at_ns"] < time.time_ns()
+    clock.forward_ns += 500_000_000_000
+    assert collector.rings.told() == [scheduler, worker]
+    clock.forward_ns += 100_000_000_000
+    assert collector.rings.told() == []
+
+
+def test_an_engine_that_is_back_under_its_id_is_told_of_once(directory: Path, store: Store) -> None:
+    collector = Collector(Rings(directory, store), store)
+    for writer in engine(directory) + engine(directory, "other"):
+        writer.close()
+    again(collector, lambda: not list(directory.iterdir()))
+    engine(directory)
+    step(collector)
+    assert sorted((ring["engine"], ring["state"]) for ring in collector.rings.told()) == [
+        ("e", "recording"), ("e", "recording"), ("other", "ended"), ("other", "ended"),
+    ]  # fmt: skip
+
+
+def test_only_so_many_rings_that_are_gone_are_told_of(
+    directory: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvscope.collectors.rings.MAX_DEPARTED", 3)
+    collector = Collector(Rings(directory, store), store)
+    for number in range(3):
+        for writer in engine(directory, f"e{number}"):
+            writer.close()
+        again(collector, lambda: not list(directory.iterdir()))
+    assert sorted(ring["engine"] for ring in collector.rings.told()) == ["e1", "e2", "e2"]
 
 
 def test_flooded_ring_does_not_keep_the_others_waiting(directory: Path, store: Store) -> None:

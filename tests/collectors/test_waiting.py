@@ -323,6 +323,26 @@ def test_an_engine_that_is_gone_holds_no_blocks() -> None:
     assert blocks(scene, "d")["kept"] == 0
 
 
+def test_an_engine_that_is_gone_takes_with_it_what_it_computed_and_what_was_to_be_read() -> None:
+    scene = Scene("pull")
+    scene.prefill()
+    scene.arrive("p", 20, "cmpl-s-0-aaaaaaaa", ev.FLAG_REMOTE_DECODE)
+    scene.feed()
+    assert scene.pipeline.ring_gone(scene.rings["p0"][1], 0) == 0, "its worker tells of no request"
+    assert scene.pipeline.ring_gone(scene.rings["p"][1], 0) == 2
+    assert scene.pipeline.ring_gone(scene.rings["d"][1], 0) == 0
+
+
+def test_an_engine_that_is_gone_takes_no_request_with_it_that_was_read() -> None:
+    scene = Scene("pull")
+    scene.prefill()
+    scene.arrive("d", 15, D, ev.FLAG_REMOTE_PREFILL, "p", P)
+    scene.add("d", 30, ev.LOAD_REPORTED, D, 0)
+    scene.feed()
+    assert scene.pipeline.ring_gone(scene.rings["p"][1], 0) == 0
+    assert scene.pipeline.ring_gone(scene.rings["d"][1], 0) == 1
+
+
 def samples(scene: Scene) -> dict[str, float]:
     scene.feed()
     return {sample.name: sample.value for sample in scene.pipeline.take_samples()}
