@@ -1,9 +1,11 @@
-"""Takes the pictures of `kvscope top` in docs/pictures/: the real program on real engines, mode by mode.
+"""Takes the pictures of `kvscope top` and of a report in docs/pictures/: real programs, real engines, mode by
+mode.
 
     python docs/pictures.py [--mode push] [--folder docs/pictures]
 
 Each mode is a run of its own: two vLLM engines on CPU with a tiny model, a router, a load, the daemon. The
-pictures are Textual's own screenshots, made to need nothing from elsewhere. Takes about five minutes.
+pictures are Textual's own screenshots, made to need nothing from elsewhere; the report (of push) is drawn by
+Chromium. Takes about five minutes.
 """
 
 from __future__ import annotations
@@ -14,12 +16,16 @@ import contextlib
 import re
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
+from kvscope import cli
 from kvscope.client import Daemon
 from kvscope.demo.collector import collector
 from kvscope.demo.deployment import Deployment, deployment
@@ -36,6 +42,8 @@ LOAD_S = 45
 STUCK_S = 4.0
 WAIT_S = 30
 LABEL = "demo"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+REPORT_SIZE = (1100, 1500)
 WINDOW = "1m"
 PICTURES = {
     PUSH: ("fleet", "requests", "request", "stuck"),
@@ -73,6 +81,8 @@ def main() -> None:
                 path = arguments.folder / f"{name}.svg"
                 path.write_text(self_contained(picture))
                 print(f"{path}: {path.stat().st_size >> 10} KiB, {mode}", flush=True)
+            if mode == PUSH:
+                _take_report(url, arguments.folder / "report.png")
 
 
 @contextlib.contextmanager
@@ -95,6 +105,25 @@ def _running(mode: str) -> Iterator[tuple[str, Deployment]]:
             yield daemon.url, running
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _take_report(url: str, picture: Path) -> None:
+    """The beginning of `kvscope report`, as a browser shows it."""
+    chromium = next((path for browser in BROWSERS if (path := shutil.which(browser))), None)
+    if chromium is None:
+        print("no picture of the report: Chromium is not there: apt-get install chromium", flush=True)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "report.html"
+        if cli.main(["report", "--url", url, "--label", LABEL, "-o", str(page)]):
+            raise SystemExit("the report could not be made: see above")
+        command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        command += [f"--window-size={REPORT_SIZE[0]},{REPORT_SIZE[1]}", f"--user-data-dir={folder}/profile"]
+        command += [f"--screenshot={picture.absolute()}", page.as_uri()]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with Image.open(picture) as image:
+        image.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(picture, optimize=True)
+    print(f"{picture}: {picture.stat().st_size >> 10} KiB, {PUSH}", flush=True)
 
 
 async def _take(url: str, running: Deployment, names: tuple[str, ...]) -> dict[str, str]:
