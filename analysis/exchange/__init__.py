@@ -1,0 +1,1 @@
+"""What other programs take from kvscope, and what kvscope takes from them: `kvscope export` and `import`."""
