@@ -127,6 +127,9 @@ ADVICE: dict[str, Advice] = {
     ),
 }
 
+NEAR = 0.1
+"""Waits that differ by less than this part of TTFT are about as much: another request may have it the other
+way round."""
 OVERDUE_NS = 10 * 10**9
 """So long in a step that waits for the peer is no longer a matter of speed."""
 _PEER = (steps.COORDINATION, steps.TRANSFER)
@@ -168,10 +171,15 @@ def verdict(request: Row, as_of_ns: int | None = None) -> str:
     main = max((step for step in spent if step.class_ in WAITS[most]), key=lambda step: spent[step])
     advice = of_step(main.name, request.get("connector"))
     longest = max(spent, key=lambda step: spent[step])
-    said = [
-        f"Mostly {most}, {100 * waits[most] / total:.0f} % of {span(total)}; the largest part in "
-        f"{main.name}, {span(spent[main])}: {advice.why}; {advice.help}."
-    ]
+    second = max((name for name in waits if name != most), key=lambda name: waits[name])
+    if waits[most] - waits[second] < NEAR * total:
+        what = (
+            f"About as much {most} as {second}, {100 * waits[most] / total:.0f} and "
+            f"{100 * waits[second] / total:.0f} % of {span(total)}; of the {most} the largest part"
+        )
+    else:
+        what = f"Mostly {most}, {100 * waits[most] / total:.0f} % of {span(total)}; the largest part"
+    said = [f"{what} in {main.name}, {span(spent[main])}: {advice.why}; {advice.help}."]
     if longest is not main:
         said.append(f"Its longest step is {longest.name}, {span(spent[longest])}.")
     lead = request.get("lead_ns")

@@ -12,6 +12,9 @@ UNKNOWN = "unknown"
 CLASSES = (COMPUTE, CAPACITY, TRANSFER, COORDINATION, UNKNOWN)
 """Compute wait is compute + capacity, coordination wait is coordination; transfer stands beside them."""
 
+LETTER = {COMPUTE: "C", CAPACITY: "B", TRANSFER: "T", COORDINATION: "W", UNKNOWN: "?"}
+"""A class's letter where there is room for one character: compute, blocked, transfer, (coordination) wait."""
+
 STAGES = ("prefill", "registration", "transfer", "readiness", "decode")
 
 

@@ -7,7 +7,8 @@ examples:
   kvscope top --once
   kvscope top --db snapshot.duckdb --at 2026-11-29T12:30:00 --speed 10
 
-Times are UTC unless they say otherwise; --at also takes a duration before now, or Unix nanoseconds.
+Times are UTC unless they say otherwise; --at also takes a duration before now, Unix nanoseconds, or @NAME.end
+of a named window (kvscope label).
 --once prints the fleet page as text, --json as JSON; both exit with 3 where no daemon answers. The view
 itself waits for the daemon.
 """
@@ -47,6 +48,10 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(f"--speed is a number above 0, at most {MAX_SPEED:g}")
     if arguments.db and arguments.url:
         raise UsageError("name a daemon (--url) or a file (--db), not both")
+    printed = "--once" if arguments.once else "--json" if arguments.json else ""
+    if printed and (arguments.page or arguments.speed is not None):
+        unused = "--page" if arguments.page else "--speed"
+        raise UsageError(f"{printed} prints the fleet page of one moment; leave {unused} away")
     scope = Scope(window=found.window, at=arguments.at, where=tuple(arguments.where), label=arguments.label)
     name = arguments.db or daemon_url(arguments)
     source: Daemon | StoreFile = StoreFile(Path(arguments.db)) if arguments.db else Daemon(name)
@@ -57,6 +62,8 @@ def main(argv: Sequence[str]) -> int:
             source.close()
     from kvscope.tui.app import Start
 
+    if isinstance(source, StoreFile) and arguments.speed is not None and not scope.at:
+        scope = _from_the_beginning(source, scope)
     return _show(
         Start(
             source=source,
@@ -66,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
             live=not arguments.db,
             history=bool(arguments.db or arguments.at or arguments.speed is not None),
             speed=arguments.speed,
-            page=str(PAGE_NAMES.index(arguments.page) + 1),
+            page=str(PAGE_NAMES.index(arguments.page or PAGE_NAMES[0]) + 1),
         )
     )
 
@@ -87,12 +94,24 @@ def _parser() -> argparse.ArgumentParser:
         "--label", metavar="LABEL", help="kind of traffic (KVSCOPE_LABEL); default production ('')"
     )
     parser.add_argument("--at", default="", metavar="TIME", help="show the past: the window that ends then")
-    parser.add_argument("--speed", type=float, metavar="N", help="play the past, N seconds in one")
-    parser.add_argument("--page", choices=PAGE_NAMES, default="fleet", help="begin there", metavar="PAGE")
+    parser.add_argument(
+        "--speed", type=float, metavar="N", help="play the past, N seconds in one; a file from its beginning"
+    )
+    pages = ", ".join(PAGE_NAMES)
+    parser.add_argument("--page", choices=PAGE_NAMES, help=f"begin there: {pages}", metavar="PAGE")
     parser.add_argument("--once", action="store_true", help="print the fleet page as text and end")
     parser.add_argument("--json", action="store_true", help="print all of it as JSON and end")
     add_source_arguments(parser, True, "window", "refresh")
     return parser
+
+
+def _from_the_beginning(source: StoreFile, scope: Scope) -> Scope:
+    """The first whole window of a file; its last is where one looks who does not play it."""
+    span = source.span()
+    if span is None:
+        return scope
+    at_ns = min(span[0] + duration_ns(scope.window), span[1] + 1)
+    return msgspec.structs.replace(scope, at=str(at_ns))
 
 
 def _show(start: Start) -> int:

@@ -77,6 +77,8 @@ def _shown(view: View, cells: int, wall_ns: int, questions: Sequence[str]) -> Li
             parts.append((f"{name} as before: {printable(error)}", "warn"))
     if frame.label or len(frame.labels) > 1:
         parts.append((f"label {printable(frame.label) or 'production'}", ""))
+    for named in frame.windows:
+        parts.append((f"{printable(named.kind)} {printable(named.name)}", "strong"))
     error_ms = view.total.get("clock_error_ms")
     if isinstance(error_ms, int | float) and error_ms >= 0.001:
         parts.append((f"clocks ±{span(round(error_ms * 1e6))}", ""))
@@ -140,14 +142,20 @@ def tab_line(pages: Sequence[tuple[str, str]], shown: str, cells: int) -> tuple[
 
 
 def key_line(keys: Sequence[tuple[str, str, str]], cells: int) -> tuple[Line, list[Target]]:
-    """As many (key, what it does, action) as there is room for."""
+    """As many (key, what it does, action) as there is room for; the last one, to quit, in any case."""
     line: Line = []
     targets = []
     at = 0
-    for key, label, action in keys:
-        text = f" {label}  "
-        if at + len(key) + len(text) > cells + 2:
+    *others, last = keys
+    room = cells + 2 - len(f"{last[0]} {last[1]}  ")
+    shown = []
+    for key, label, action in others:
+        room -= len(f"{key} {label}  ")
+        if room < 0:
             break
+        shown.append((key, label, action))
+    for key, label, action in (*shown, last):
+        text = f" {label}  "
         line += [(key, "strong"), (text, "")]
         if action:
             targets.append(Target(at, at + len(key) + len(text) - 2, action))

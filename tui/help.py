@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvscope import steps
-from kvscope.tui.lines import LETTER, PATTERN, Line
+from kvscope.tui.lines import PATTERN, Line
 
 MEANING = {
     steps.COMPUTE: "an engine computes for it; faster accelerators help",
@@ -69,7 +69,7 @@ def help_lines(pages: Sequence[tuple[str, str, str]], cells: int) -> list[Line]:
         cells,
     )
     for class_, meaning in MEANING.items():
-        head = [(f"  {PATTERN[class_] * 3} {LETTER[class_]} ", class_), (f"{class_:<13}", "strong")]
+        head = [(f"  {PATTERN[class_] * 3} {steps.LETTER[class_]} ", class_), (f"{class_:<13}", "strong")]
         lines += _hanging(head, meaning, cells, 21)
     lines += [[], [("Pages", "title")]]
     for digit, title, about in pages:
@@ -84,10 +84,12 @@ def help_lines(pages: Sequence[tuple[str, str, str]], cells: int) -> list[Line]:
     )
     lines += [[], [("Filters", "title")]]
     lines += _paragraph(
-        'column=value, or != > >= < <=, or ~ for "contains": connector=push  ttft_ns>300ms  '
+        'column=value, or != > >= < <=, or ~ for "contains": connector=push  ttft>300ms  '
         "outcome!=finished  p_engine~prefill  client_id~abc. All must hold; they apply to every page. "
         "An F beside the state: there are filters, but no room to show them. "
-        "Columns are those of `kvscope query 'DESCRIBE waits'`.",
+        "Names are the words on the screens (ttft, prompt, output, p, d, readiness.detect) and the columns "
+        "of `kvscope query 'DESCRIBE waits'`. ttft>1s finds those too that have waited longer than that for "
+        "a first token.",
         cells,
     )
     lines += [[], [("Why was it slow?", "title")]]

@@ -26,14 +26,6 @@ PATTERN = {
     steps.UNKNOWN: "?",
 }
 """A class's character in bars, so that bars are read without colour."""
-LETTER = {
-    steps.COMPUTE: "C",
-    steps.CAPACITY: "B",
-    steps.TRANSFER: "T",
-    steps.COORDINATION: "W",
-    steps.UNKNOWN: "?",
-}
-"""A class's letter where there is room for one character: compute, blocked, transfer, (coordination) wait."""
 SPARKS = "▁▂▃▄▅▆▇█"
 
 # Style names beside those of the classes: title, strong, dim, good, warn, bad, key, head (of a table),

@@ -22,6 +22,7 @@ from kvscope.tui.page import FilterBy, GoTo, LinesView, OpenSession
 from kvscope.tui.scrolled import Scrolled
 from kvscope.tui.table import LiveTable
 from kvscope.tui.view import Detail, State
+from kvscope.windows import Window
 
 from . import frames
 from .conftest import Driven, driving
@@ -275,6 +276,12 @@ async def test_without_an_instrumented_engine_the_two_steps_are_shown() -> None:
         assert top.app.focused is not None
 
 
+async def test_windows_that_people_named_are_in_the_header() -> None:
+    named = [Window("outage\x1b[2J", "incident", frames.NOW - frames.S, None)]
+    async with driving(frames.frame(windows=named)) as top:
+        assert "incident outage\ufffd[2J" in top.bar("header")
+
+
 async def test_engines_without_requests_and_a_filter_that_nothing_fits_are_said() -> None:
     async with driving(frames.empty(engines=frames.ENGINES)) as top:
         assert "no request in this time" in top.bar("header")
@@ -387,8 +394,8 @@ async def test_a_wrong_filter_says_so_at_once_and_the_old_one_stays() -> None:
         await top.press("slash")
         field = top.app.query_one(Input)
         assert field.value == "connector=push"
-        await top.press(*" ttft=")
-        assert "no column 'ttft'; did you mean" in top.bar("filter-error")
+        await top.press(*" ttf=")
+        assert "no column 'ttf'; did you mean" in top.bar("filter-error")
         await top.press("enter")
         assert top.app.query_one(FilterInput).display
         await top.press("escape")
@@ -744,6 +751,7 @@ async def test_every_page_fits_the_screen(size: tuple[int, int]) -> None:
             assert len(lines) <= size[1]
             assert top.app.query_one("#footer", Bar).region.bottom == size[1]
             assert top.app.page.region.height == size[1] - 4
+            assert "q quit" in top.bar("footer"), "how to leave is always there"
 
 
 class Paintings:

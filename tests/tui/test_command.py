@@ -15,8 +15,9 @@ from typing import IO, Any
 import pytest
 
 from kvscope import cli
-from kvscope.client import NoDaemon
+from kvscope.client import NoDaemon, StoreFile
 from kvscope.tui import command
+from kvscope.tui.app import Start
 
 from .fakes import FakeSource
 
@@ -46,7 +47,10 @@ def complaint(capsys: pytest.CaptureFixture[str]) -> str:
     ("arguments", "words"),
     [
         (["--where", "nonsense"], "is no filter"),
-        (["--where", "ttft>300ms"], "no column 'ttft'; did you mean ttft_ns"),
+        (["--where", "ttf>300ms"], "no column 'ttf'; did you mean ttft_ns"),
+        (["--where", "ttft>300"], "300 what? write 300ms"),
+        (["--once", "--page", "stuck"], "--once prints the fleet page of one moment; leave --page away"),
+        (["--json", "--speed", "2"], "--json prints the fleet page of one moment; leave --speed away"),
         (["--speed", "0"], "--speed is a number above 0"),
         (["--speed", "nan"], "--speed is a number above 0"),
         (["--window", "5 minutes"], "no duration"),
@@ -60,6 +64,34 @@ def test_what_is_asked_wrongly_is_one_line_and_exit_code_2(
 ) -> None:
     assert cli.main(["top", *arguments]) == 2
     assert words in complaint(capsys)
+
+
+@pytest.mark.parametrize(
+    ("extent", "arguments", "at"),
+    [
+        ((10**18, 2 * 10**18), ["--speed", "10"], str(10**18 + 900 * 10**9)),
+        ((10**18, 10**18 + 5), ["--speed", "10"], str(10**18 + 6)),
+        ((10**18, 2 * 10**18), [], ""),
+        ((10**18, 2 * 10**18), ["--speed", "10", "--at", "5m"], "5m"),
+        (None, ["--speed", "10"], ""),
+    ],
+)
+def test_a_file_is_played_from_its_beginning(
+    extent: tuple[int, int] | None, arguments: list[str], at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class File(StoreFile):
+        def __init__(self, path: Path) -> None: ...
+
+        def span(self) -> tuple[int, int] | None:
+            return extent
+
+    started: list[Start] = []
+    monkeypatch.setattr(command, "StoreFile", File)
+    monkeypatch.setattr(command, "_show", lambda start: started.append(start) or 0)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert cli.main(["top", "--db", "x.duckdb", "--window", "15m", *arguments]) == 0
+    assert [start.scope.at for start in started] == [at]
 
 
 def test_a_page_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

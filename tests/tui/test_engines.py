@@ -254,6 +254,11 @@ def test_it_fits_and_is_plain_text(room: int) -> None:
         assert isinstance(cell, str) or plain(cell).isprintable()
 
 
+def test_how_full_the_kv_blocks_are_is_told_at_80_columns() -> None:
+    shown = [column.name for column, _, _ in lay_out(columns(), 80 - 1)]
+    assert {"blocks", "use", "running", "waiting", "step"} <= set(shown)
+
+
 class Alone(App[None]):
     def compose(self) -> ComposeResult:
         yield EnginesPage()

@@ -11,7 +11,7 @@ from textual.app import App, ComposeResult
 
 from kvscope import steps
 from kvscope.frame import Answer, Frame
-from kvscope.tui.lines import LETTER, PATTERN, plain, width
+from kvscope.tui.lines import PATTERN, plain, width
 from kvscope.tui.page import FilterBy
 from kvscope.tui.pages import big, fleet
 from kvscope.tui.pages.entries import EntriesView
@@ -156,10 +156,12 @@ def test_engines_that_begin_alike_are_told_apart() -> None:
 
 
 def test_classes_differ_without_colour() -> None:
-    assert len(set(PATTERN.values())) == len(set(LETTER.values())) == len(steps.CLASSES)
+    assert len(set(PATTERN.values())) == len(set(steps.LETTER.values())) == len(steps.CLASSES)
     text = "\n".join(page(frames.frame()))
     for class_ in steps.CLASSES:
-        assert any(f" {LETTER[class_]} " in line and line.startswith(class_) for line in text.split("\n"))
+        assert any(
+            f" {steps.LETTER[class_]} " in line and line.startswith(class_) for line in text.split("\n")
+        )
     assert "█ C compute  ▓ B capacity  ▒ T transfer  ░ W coordination  ? unknown" in text
 
 
@@ -174,6 +176,8 @@ def test_classes_differ_without_colour() -> None:
             "Escape",
         ),
         (frames.empty(where=["connector=pull"]), "No engine is instrumented", "KVSCOPE_ENABLE=1"),
+        (frames.empty(live=False), "Nothing is recorded of the 5 min up to 08:00:00 UTC", "--at"),
+        (frames.empty(live=False, at_ns=2, figures_at_ns=2), "Nothing is recorded yet", "kvscope status"),
         (
             frames.empty(engines=frames.ENGINES, in_flight=[frames.in_flight(1)]),
             "1 in flight, the oldest for 3.0 s, and no first token",

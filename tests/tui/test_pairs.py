@@ -294,6 +294,22 @@ def test_failures_are_named() -> None:
     assert "4 not finished" in shown
 
 
+def test_a_failure_is_counted_once_however_many_rows_and_engines_tell_of_it() -> None:
+    found = gathered(
+        transfer("READ", D, P, failed=2), transfer("READ", P, D, failed=1), pair=pair(not_finished=4)
+    )
+    rows = [table_row(found, at) for at in range(2)]
+    assert [row["operation"] for row in rows] == ["READ", "READ back"]
+    assert [row["failed"] for row in rows] == ["2", "1"]
+    assert [row["not_finished"] for row in rows] == ["4", pairs.grid.NONE]
+    failures = frames.answer(
+        failure(engine=P, failures=2, last_detail=D, last_at="2027-01-15 07:59:40"), failure()
+    )
+    shown = text(found, failures=failures)
+    assert f"Failed: transfer_failed: 5 on {D} (3, {P}), {P} (2, {D}), last at 07:59:40" in shown
+    assert shown.count("transfer_failed") == 1
+
+
 def test_a_request_with_two_failed_ranks_is_one_request() -> None:
     found = gathered(transfer("WRITE", P, D, failed=2), pair=pair(not_finished=1))
     cells = table_row(found)

@@ -81,10 +81,10 @@ def columns() -> list[Column[Group]]:
         ),
         Column("state", "state", state, 9, sort=order, descending=False),
         Column(
-            "blocks", "KV blocks", lambda group, cells: blocks_bar(group.blocks(), cells), least=12,
+            "blocks", "KV blocks", lambda group, cells: blocks_bar(group.blocks(), cells), least=10,
             sort=lambda group: held(group.blocks()), priority=1,
         ),
-        figure("use", "use", lambda g: held(g.blocks()), lambda v: f"{v:.0%}", 4, 4),
+        figure("use", "use", lambda g: held(g.blocks()), lambda v: f"{v:.0%}", 4, 2),
         figure("running", "run", lambda g: g.sum_of("vllm.running"), grid.count, 5, 2),
         figure("waiting", "wait", lambda g: g.sum_of("vllm.waiting"), grid.count, 5, 2),
         figure("step", "step ms", lambda g: g.of_any("engine.step_ns"), lambda v: f"{v / 1e6:.1f}", 8, 1),

@@ -10,7 +10,8 @@ from textual.app import ComposeResult
 from kvscope import steps
 from kvscope.frame import Frame, RequestRow
 from kvscope.text import printable, span, utc
-from kvscope.tui.lines import LETTER, PATTERN, Line, sparkline, width
+from kvscope.tui.header import DAWN_NS
+from kvscope.tui.lines import PATTERN, Line, sparkline, width
 from kvscope.tui.page import FilterBy, Page
 from kvscope.tui.pages import big, grid, sessions
 from kvscope.tui.pages import pairs as pairs_page
@@ -147,6 +148,12 @@ def nothing(frame: Frame, cells: int) -> list[Line]:
     elif frame.where and (frame.engines or frame.labels):
         first = f"No first token in {window} fits the filter {filters(frame)}"
         then = "Escape takes the filter off, / changes it, ] makes the window longer."
+    elif not frame.live and not frame.engines and not frame.labels:
+        none = figures_at_ns(frame) < DAWN_NS
+        first = "Nothing is recorded yet" if none else f"Nothing is recorded of {window}"
+        then = "Requests are stored when they are over; `kvscope status` says whether engines record."
+        if not none:
+            then = "Choose another time (--at), or make the window longer: ]"
     elif not frame.engines:
         first = "No engine is instrumented"
         then = (
@@ -323,7 +330,7 @@ def legend(title: str, cells: int) -> Line:
             own = class_ == steps.UNKNOWN  # its pattern is its letter
             line.append((gap if len(line) > 1 else "", ""))
             line.append((PATTERN[class_], class_))
-            line.append((f" {class_}" if own else f"{between}{LETTER[class_]} {class_}", ""))
+            line.append((f" {class_}" if own else f"{between}{steps.LETTER[class_]} {class_}", ""))
         if width(line) <= cells:
             break
     return line
@@ -377,7 +384,7 @@ def steps_table(frame: Frame, cells: int, most: int) -> list[Line]:
     table: list[list[Cell]] = [
         [
             row.text("step"),
-            [(LETTER.get(row.text("class"), "?"), row.text("class"))],
+            [(steps.LETTER.get(row.text("class"), "?"), row.text("class"))],
             grid.percent(row.number("share_percent")),
             grid.class_cell({row.text("class"): row.some("share_percent")}, scale),
             grid.ms(row.number("p50_ms")),
@@ -479,7 +486,7 @@ def trend(frame: Frame, cells: int) -> list[Line]:
         table.append(
             [
                 name,
-                [(LETTER.get(name, ""), style)],
+                [(steps.LETTER.get(name, ""), style)],
                 _spark_cell(values, style, scale),
                 grid.ms(known[-1] if known else None),
                 grid.ms(max(known, default=None)),

@@ -355,18 +355,26 @@ def _reads_and_writes(pairs: Sequence[Pair], short: dict[str, str]) -> Iterable[
 
 
 def _failure_notes(failures: Answer | None, short: dict[str, str]) -> Iterable[Note]:
+    by_name: dict[str, list[Row]] = {}
     for row in grid.rows_of(failures):
         if row.text("kind") == "nixl":
-            peer = row.raw("last_detail")
-            detail = f" ({short.get(peer) or printable(peer)[:60]})" if peer else ""
-            engine = short.get(row.raw("engine")) or row.text("engine")[:24]
-            last = row.text("last_at")[-8:]
-            yield Note(
-                f"Failed: {row.text('name')[:40]}",
-                f"{grid.count(row.number('failures'))} on {engine}{detail}, last at {last}",
-                "",
-                "bad",
-            )
+            by_name.setdefault(row.text("name"), []).append(row)
+    for name, same in by_name.items():
+        same.sort(key=lambda row: -row.some("failures"))
+        engines = ", ".join(_failures_of(row, short, alone=len(same) == 1) for row in same[:3])
+        more = f" and {len(same) - 3} more engines" if len(same) > 3 else ""
+        last = max(row.text("last_at") for row in same)[-8:]
+        total = grid.count(sum(row.some("failures") for row in same))
+        yield Note(f"Failed: {name[:40]}", f"{total} on {engines}{more}, last at {last}", "", "bad")
+
+
+def _failures_of(row: Row, short: dict[str, str], alone: bool) -> str:
+    """Of one engine: how many, and the last one's detail, which most often is the peer."""
+    peer = row.raw("last_detail")
+    said = [] if alone else [grid.count(row.number("failures"))]
+    said += [short.get(peer) or printable(peer)[:60]] if peer else []
+    engine = short.get(row.raw("engine")) or row.text("engine")[:24]
+    return f"{engine} ({', '.join(said)})" if said else engine
 
 
 def _arrow(pair: Pair, short: dict[str, str]) -> str:
@@ -559,6 +567,11 @@ def columns(name: Callable[[str, int], str]) -> list[Column[Transfers]]:
         mark, style = row.operation.mark(row.pair.best_gb_per_s)
         return [(grid.rate(row.operation.gb_per_s), style), (mark, style)]
 
+    def not_finished(row: Transfers) -> int | None:
+        """On one row of the pair's: its other operations are of the same requests."""
+        first = row.operation is None or row.operation is row.pair.operations[0]
+        return row.pair.not_finished if first else None
+
     def alarming(of: Callable[[Transfers], int | None]) -> Callable[[Transfers, int], Line]:
         def cell(row: Transfers, cells: int) -> Line:
             value = of(row)
@@ -687,7 +700,7 @@ def columns(name: Callable[[str, int], str]) -> list[Column[Transfers]]:
         Column(
             "not_finished",
             "not fin.",
-            alarming(lambda row: row.pair.not_finished),
+            alarming(not_finished),
             8,
             right=True,
             sort=lambda row: row.pair.not_finished,
