@@ -9,6 +9,9 @@ STAMP := $(VENV)/.made-from-lock
 LOCK := requirements.lock
 # They come along with vLLM, don't import beside a CPU torch, and a text model needs none of them.
 UNWANTED := torchaudio torchcodec torchvision
+PYTEST := $(BIN)/python -m pytest
+# Engines want all cores for themselves; the other tests share them.
+WITHOUT_ENGINES := -m "not real" -n auto --dist loadfile
 PIP := $(BIN)/python -u -m pip install --disable-pip-version-check
 PIP_LOG := $(VENV)/pip.log
 PIP_FAILED := { tail -n 20 $(PIP_LOG) >&2; exit 1; }
@@ -16,7 +19,7 @@ VERSION ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint bench contract docs pictures dashboards format lock clean venv
+.PHONY: help demo test test-spark check lint bench validate-whatif contract docs pictures dashboards format lock clean venv
 
 help:  ## This list
 	@echo "kvscope: make TARGET"; echo
@@ -28,10 +31,14 @@ demo: $(STAMP)  ## A prefill and a decode engine, a router, a load, and `kvscope
 	@$(BIN)/kvscope demo $(ARGS)
 
 test: lint  ## Everything, on two real engines too (ARGS="-m 'not real'" leaves those out)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(if $(ARGS),$(PYTEST) $(ARGS),$(PYTEST) $(WITHOUT_ENGINES) && $(PYTEST) -m real)
+
+test-spark: $(STAMP)  ## A real Spark reads the archive: minutes (needs Java 17; installs PySpark into build/)
+	@PYTHON=$(PYTHON) tests/spark/venv.sh build/spark-venv
+	@$(PYTEST) -q -s tests/spark/spark_reads.py $(ARGS)
 
 check: lint  ## What a change must pass: lint, types, walls, docs, the tests without engines
-	@$(BIN)/python -m pytest -q -m "not real" $(ARGS)
+	@$(PYTEST) -q $(WITHOUT_ENGINES) $(ARGS)
 
 lint: $(STAMP)  ## Lint, format, types, walls, docs
 	@$(BIN)/ruff check .
@@ -44,6 +51,9 @@ lint: $(STAMP)  ## Lint, format, types, walls, docs
 
 bench: $(STAMP)  ## What kvscope costs, measured on this machine (ARGS="--json")
 	@for bench in bench/[a-z]*.py; do $(BIN)/python $$bench $(ARGS); done
+
+validate-whatif: $(STAMP)  ## Is `kvscope whatif` right? The same load under push and pull on real engines: five minutes
+	@$(BIN)/python -m kvscope.demo.validate_whatif $(ARGS)
 
 contract: $(STAMP)  ## Compare the methods we override with a vLLM release: make contract VERSION=0.33.0
 	@test -n "$(VERSION)" || { echo "say which vLLM: make contract VERSION=0.33.0" >&2; exit 2; }

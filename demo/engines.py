@@ -18,7 +18,8 @@ is measured (push, P stepping for unclaimed leases, sequences of 50-1500 token p
   81 ms, maximum 0.2 s. (A nap in place of sched_yield did as well, 121 ms and 0.3 s, but alters the engine.)
   Why sharing costs seconds is not proven: bare yielding processes delayed others by 14 ms at most.
 * An API server shares its engine's core with those waiting loops, and tokens reach the client in bunches:
-  `taming.favour` gives API servers and the router a higher priority, as if they had cores of their own.
+  `taming.favour` gives API servers, the threads by which EngineCores talk to them, and the router a higher
+  priority, as if they had cores of their own.
 * A decode engine's first forward may be one token, before anything asked the kernel for AMX: SIGILL in vLLM's
   attention. `inside.py` asks at the start.
 """
@@ -36,7 +37,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,7 @@ def wait_ready(started: Sequence[Engine], progress: Progress | None = None) -> N
         pids = engine.pids()
         taming.pin(pids, engine.cores)
         taming.favour(pids["api_server"])
+        taming.favour(pids["engine_core"], main=False)
 
 
 @contextlib.contextmanager
@@ -315,6 +317,19 @@ def engines(
                 supervise.cut(engine.supervisor)
             for engine in started:
                 engine.stop()
+
+
+@contextlib.contextmanager
+def paused(idle: Iterable[Engine]) -> Iterator[None]:
+    """Stop engines that have nothing to do: four of them on two cores would be in each other's way."""
+    pids = [pid for engine in idle for pid in engine.pids().values()]
+    try:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
 @contextlib.contextmanager

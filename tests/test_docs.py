@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from kvscope import events, frame, query, samples, schema, settings, steps
+from kvscope import events, frame, labels, query, samples, schema, settings, steps
 
 ROOT = Path(__file__).parent.parent
 
@@ -50,6 +50,7 @@ def test_a_stale_or_missing_page_is_named(
         ("samples.md", list(samples.KINDS)),
         ("api.md", [*frame.Scope.__struct_fields__, *frame.Frame.__struct_fields__]),
         ("api.md", [*frame.RequestRow.__struct_fields__, *frame.Engine.__struct_fields__]),
+        ("api.md", [*labels.Change.__struct_fields__, *labels.Label.__struct_fields__]),
         ("settings.md", [name for s in settings.listed() for name in (s.name, s.flag, s.variable)]),
         ("queries.md", [column for q in query.questions().values() for column in q.columns]),
     ],

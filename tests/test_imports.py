@@ -86,7 +86,7 @@ def lint(where: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    for folder in ("kvscope", "connectors", "collectors", "tui", "dashboards", "demo"):
+    for folder in ("kvscope", "connectors", "collectors", "tui", "dashboards", "demo", "analysis"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=ignore)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)

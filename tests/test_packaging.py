@@ -77,7 +77,7 @@ def test_the_wheel_holds_exactly_the_folders(wheel: Path) -> None:
     expected = set()
     for package in folders_with_code():
         folder = ROOT.joinpath(*package.split("."))
-        files = [path for path in folder.iterdir() if path.suffix in (".py", ".tcss")]
+        files = [path for path in folder.iterdir() if path.suffix in (".py", ".tcss", ".css", ".json")]
         expected |= {f"{package.replace('.', '/')}/{path.name}" for path in files}
     expected |= {f"kvscope/sql/{path.name}" for path in (ROOT / "kvscope" / "sql").glob("*.sql")}
     for folder, pattern in (("grafana", "*.json"), ("prometheus", "*.yaml")):

@@ -23,7 +23,7 @@ from kvscope.commands.requests import short_names
 from . import rows
 from .conftest import FakeDaemon, Run, ring, status
 
-MINE = ("status", "requests", "explain", "query", "snapshot")
+MINE = ("status", "requests", "explain", "query", "snapshot", "archive")
 HEAVY = ("duckdb", "httpx", "starlette", "pyarrow", "uvicorn", "anyio")
 
 
@@ -144,7 +144,7 @@ def test_another_server_is_not_taken_for_a_daemon(run: Run) -> None:
     [
         (["requets"], 2, "did you mean requests?"),
         (["requests", "--where", "nope=1"], 2, "no column 'nope'"),
-        (["requests", "--where", "ttft>1s"], 2, "did you mean ttft_ns"),
+        (["requests", "--where", "ttft>1"], 2, "write 1ms"),
         (["requests", "--limit", "many"], 2, "invalid int value"),
         (["requests", "--limit", "0"], 2, "limit is"),
         (["requests", "--since", "yesterday"], 2, "no duration"),
@@ -156,8 +156,8 @@ def test_another_server_is_not_taken_for_a_daemon(run: Run) -> None:
         (["explain", "req-000"], 1, "8 requests match"),
         (["explain", ""], 2, "an id has"),
         (["query"], 2, "kvscope query --list"),
-        (["query", "nope"], 2, "there are: engines"),
-        (["query", "nope", "--describe"], 2, "there are: engines"),
+        (["query", "nope"], 2, "there are: coordination_load"),
+        (["query", "nope", "--describe"], 2, "there are: coordination_load"),
         (["query", "SELECT nope FROM requests"], 2, "nope"),
         (["query", "DROP TABLE requests"], 2, "only SELECT"),
         (["query", "SELECT 1 --" + "x" * 65536], 2, "64 KiB"),

@@ -157,6 +157,23 @@ def test_the_verdict_names_class_main_step_and_what_would_help() -> None:
     assert "but D looks for completions" in pulled, "in pull it is D that moves the KV"
 
 
+@pytest.mark.parametrize(
+    ("compute_ms", "said"),
+    [
+        (49, "About as much coordination wait as compute wait, 51 and 49 % of 100 ms; of the coordination "
+             "wait the largest part in readiness.detect, 51 ms: "),
+        (54, "About as much compute wait as coordination wait, 54 and 46 % of 100 ms; "),
+        (55, "Mostly compute wait, 55 % of 100 ms; the largest part in prefill.compute, 55 ms: "),
+        (100, "Mostly compute wait, 100 % of 100 ms; "),
+    ],
+)  # fmt: skip
+def test_a_near_tie_is_said_to_be_one(compute_ms: int, said: str) -> None:
+    row = rows.request(
+        1, ("prefill.compute", 0, compute_ms), ("readiness.detect", compute_ms, 100), connector="push"
+    )
+    assert verdict(row).startswith(said)
+
+
 def test_the_verdict_tells_of_the_class_even_where_another_step_is_the_longest() -> None:
     row = rows.request(
         51, ("prefill.compute", 0, 40), ("registration.route", 40, 75), ("readiness.detect", 75, 105)

@@ -14,7 +14,7 @@ import pytest
 from kvscope.demo import supervise
 from kvscope.demo.terminal import Terminal
 
-FLEET = r"TTFT[\s\S]*sim-p0-push"
+FLEET = r"TTFT[\s\S]*p0-50"
 """What is on the Fleet page once there are figures."""
 
 

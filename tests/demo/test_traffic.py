@@ -55,7 +55,7 @@ def recorded(directory: Path, plan: Plan) -> tuple[Fleet, int]:
 
 @pytest.mark.parametrize("modes", [("push", "pull"), ("push", "pull", "bidirectional")])
 def test_as_many_are_in_flight_as_planned_and_stay_so(tmp_path: Path, modes: tuple[str, ...]) -> None:
-    plan = Plan(modes, 6, in_flight=200, recent=1500, per_s=20, seed=3, lost=False)
+    plan = Plan(modes, 6, in_flight=200, recent=500, per_s=20, seed=3, lost=False)
     fleet, now_ns = recorded(tmp_path, plan)
     with contextlib.closing(fleet):
         reading = Reading(tmp_path)
@@ -70,7 +70,7 @@ def test_as_many_are_in_flight_as_planned_and_stay_so(tmp_path: Path, modes: tup
 
 
 def test_they_wait_in_every_kind_of_step(tmp_path: Path) -> None:
-    fleet, now_ns = recorded(tmp_path, Plan(in_flight=400, recent=1500, per_s=20, seed=3))
+    fleet, now_ns = recorded(tmp_path, Plan(in_flight=400, recent=500, per_s=20, seed=3))
     with contextlib.closing(fleet):
         reading = Reading(tmp_path)
         reading.read(now_ns)

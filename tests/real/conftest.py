@@ -1,4 +1,8 @@
-"""A scene: real engines of one mode, instrumented and stock, a daemon, and routers between any two."""
+"""A scene: real engines of one mode, instrumented and stock, a daemon, and routers between any two.
+
+Starting engines takes most of these tests' time: there is one scene per mode, and what kills its processes
+comes last.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,9 @@ import dataclasses
 import os
 import re
 import shutil
-import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,13 +24,13 @@ import pytest
 from kvscope.client import Daemon
 from kvscope.demo.collector import Collector, collector
 from kvscope.demo.deployment import router, warm_up
-from kvscope.demo.engines import DECODE, PREFILL, Engine, EngineSpec, engines
+from kvscope.demo.engines import DECODE, PREFILL, Engine, EngineSpec, engines, paused
 from kvscope.demo.load import Load, Result, run_load
 from kvscope.demo.model import make_model
 from kvscope.steps import STEPS
 
 HERE = Path(__file__).parent
-SHARING = ("test_engines.py", "test_prometheus.py")
+SHARING = ("test_engines.py", "test_prometheus.py", "test_harness.py", "test_faults.py")
 MODES = ("push", "pull", "bidirectional")
 OWN_METRICS = ("--enable-per-request-metrics", "--enable-force-include-usage")
 
@@ -74,6 +77,24 @@ class Scene:
             self.urls[p, d] = self.stack.enter_context(router(pair, self.folder))
         return self.urls[p, d]
 
+    @property
+    def stock(self) -> tuple[str, str]:
+        """The stock pair; the other one where there is none."""
+        return ("stock-p", "stock-d") if "stock-p" in self.engines else ("p", "d")
+
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        """While it lasts, only the instrumented pair runs."""
+        return paused(engine for name, engine in self.engines.items() if name.startswith("stock-"))
+
+    @contextlib.contextmanager
+    def more(self, specs: Sequence[EngineSpec]) -> Iterator[None]:
+        """More engines, for a while, which may record for the same daemon."""
+        with engines(_recording(specs, self.folder), make_model(self.folder / "model"), self.folder) as more:
+            self.engines |= more
+            yield
+        for name in more:
+            del self.engines[name]
+
     def send(self, load: Load, p: str = "p", d: str = "d") -> list[Result]:
         results = asyncio.run(run_load(self.url(p, d), load))
         for result in results:
@@ -108,19 +129,21 @@ def scene_of(
     mode: str, specs: Sequence[EngineSpec], pairs: Sequence[tuple[str, str]], load: Load | None = None
 ) -> Iterator[Scene]:
     """Start it all, warm up these pairs, send the main load through the first, and end it all."""
+    before = _shared_memory()
     folder = Path(tempfile.mkdtemp(prefix="kvs-", dir="/dev/shm"))
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         daemon = stack.enter_context(collector(folder / "rings", folder))
-        rings = {"KVSCOPE_DIR": str(folder / "rings"), "KVSCOPE_LABEL": "test"}
-        specs = [dataclasses.replace(s, environment={**rings, **s.environment}) for s in specs]
-        started = stack.enter_context(engines(specs, make_model(folder / "model"), folder))
+        model = make_model(folder / "model")
+        started = stack.enter_context(engines(_recording(specs, folder), model, folder))
         scene = Scene(mode, started, daemon, folder, stack)
+        processes = [pid for engine in started.values() for pid in engine.pids().values()]
+        assert len(processes) >= 3 * len(specs), "API server, EngineCore and worker"
         for p, d in pairs:
             warm_up(scene.url(p, d), mode, 2)
         if load is not None:
             scene.before = {name: engine.metrics() for name, engine in started.items()}
-            with _paused(engine for name, engine in started.items() if name.startswith("stock-")):
+            with scene.alone():
                 scene.results = scene.send(load)
             poster = started["p" if mode == "push" else "d"]
             count, before = "vllm:nixl_xfer_time_seconds_count", scene.before[poster.spec.name]
@@ -128,26 +151,31 @@ def scene_of(
             wait_until(lambda: metric(poster.metrics(), count) >= moved, what="vLLM's counters")
             scene.after = poster.metrics()
         yield scene
+    assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
+    assert not folder.exists()
+    assert _shared_memory() <= before
 
 
-@contextlib.contextmanager
-def _paused(idle: Iterable[Engine]) -> Iterator[None]:
-    """Stop engines that have nothing to do: four of them on two cores would be in each other's way."""
-    pids = [pid for engine in idle for pid in engine.pids().values()]
-    try:
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        yield
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
+def _recording(specs: Sequence[EngineSpec], folder: Path) -> list[EngineSpec]:
+    rings = {"KVSCOPE_DIR": str(folder / "rings"), "KVSCOPE_LABEL": "test"}
+    return [dataclasses.replace(spec, environment={**rings, **spec.environment}) for spec in specs]
+
+
+def _shared_memory() -> set[str]:
+    """What engines may leave behind when they are killed; others make semaphores and such meanwhile."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith("psm_")}
 
 
 def specs_of(mode: str, stock: bool = True) -> list[EngineSpec]:
     """An instrumented pair `p`, `d`, and a stock pair `stock-p`, `stock-d`."""
     roles = (("p", PREFILL, ()), ("d", DECODE, OWN_METRICS))
+    # Over TCP alone a READ needs its target's process, so that it can be held up.
+    slow = {"UCX_TLS": "tcp,self"} if mode == "pull" else {}
     # The pair side by side: engines take the cores in turn, and P and D must not share one.
-    found = [EngineSpec(name, role, mode, instrumented=True, arguments=more) for name, role, more in roles]
+    found = [
+        EngineSpec(name, role, mode, instrumented=True, arguments=more, environment=slow)
+        for name, role, more in roles
+    ]
     if stock:
         found += [EngineSpec(f"stock-{name}", role, mode, arguments=more) for name, role, more in roles]
     return found
@@ -160,7 +188,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def order(item: pytest.Item) -> tuple[int, int, int]:
         if item.path.parent != HERE or item.path.name not in SHARING:
             return 0, 0, 0
-        mode: str = item.callspec.params["scene"]  # type: ignore[attr-defined]
+        mode = item.callspec.params.get("scene") if hasattr(item, "callspec") else None
+        if mode is None:
+            return 0, 0, 0
         return 1 + MODES.index(mode), SHARING.index(item.path.name), item.reportinfo()[1] or 0
 
     items.sort(key=order)

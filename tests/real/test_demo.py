@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 SECOND = 1_000_000_000
 KVSCOPE = (sys.executable, "-m", "kvscope.cli")
-SETTLED_NS = 12 * SECOND
+SETTLED_NS = 8 * SECOND
 """What arrived longer ago than this is over, and no figure of it changes any more."""
 
 

@@ -1,61 +1,33 @@
-"""The harness itself, with stock engines: what it starts works, is steady enough, and ends."""
+"""The harness itself, with stock engines where there are some: what it starts works, and ends.
+
+That nothing is left of it, `conftest.scene_of` checks.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
 from kvscope.demo import supervise
-from kvscope.demo.deployment import Deployment, deployment
-from kvscope.demo.engines import BIDIRECTIONAL, DECODE, MODES, PREFILL, PUSH, EngineSpec
+from kvscope.demo.engines import BIDIRECTIONAL, MODES, PULL, PUSH
 from kvscope.demo.load import Load, Result, make_prompt, run_conversation, run_load, send
 
+from .conftest import Scene, metric, wait_until
 
-def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.1)
+every_mode = pytest.mark.parametrize("scene", MODES, indirect=True, scope="session")
 
 
-def metric(text: str, name: str) -> float:
-    """Sum of a metric over its label sets; 0 when it is not there yet."""
-    return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.M))
-
-
-@pytest.fixture(scope="module", params=MODES)
-def running(request: pytest.FixtureRequest) -> Iterator[Deployment]:
-    mode = request.param
-    before = set(os.listdir("/dev/shm"))
-    with deployment([EngineSpec("p", PREFILL, mode), EngineSpec("d", DECODE, mode)]) as started:
-        processes = [pid for engine in started.engines.values() for pid in engine.pids().values()]
-        assert len(processes) >= 6
-        yield started
-    assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
-    assert not started.folder.exists()
-    left = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("psm_")}
-    assert not left
-
-
-def mode_of(running: Deployment) -> str:
-    return running.engines["p"].spec.mode
-
-
-def plain(running: Deployment, result: Result) -> Result:
+def plain(scene: Scene, result: Result) -> Result:
     """The same request straight to D, which then computes the prompt itself."""
 
-    url = running.engines["d"].url
+    url = scene.engines[scene.stock[1]].url
     chat = isinstance(result.prompt, str)
 
     async def ask() -> Result:
@@ -66,79 +38,79 @@ def plain(running: Deployment, result: Result) -> Result:
 
 
 @pytest.mark.real
+@every_mode
 @pytest.mark.parametrize("chat", [False, True])
-def test_output_equals_that_of_a_plain_request(running: Deployment, chat: bool) -> None:
-    results = asyncio.run(run_load(running.url, Load([40, 300, 900], output_tokens=8, seed=3, chat=chat)))
+def test_output_equals_that_of_a_plain_request(scene: Scene, chat: bool) -> None:
+    results = scene.send(Load([40, 300, 900], output_tokens=8, seed=3, chat=chat), *scene.stock)
     for result in results:
-        assert result.ok, result.error
         assert len(result.output_ids) == 8
-        assert result.output_ids == plain(running, result).output_ids
-    moved_by = running.engines["p" if mode_of(running) == PUSH else "d"]
+        assert result.output_ids == plain(scene, result).output_ids
+    moved_by = scene.engines[scene.stock[0 if scene.mode == PUSH else 1]]
     assert metric(moved_by.metrics(), "vllm:nixl_bytes_transferred_sum") > 0
 
 
 @pytest.mark.real
-def test_hops_are_recorded_in_order(running: Deployment) -> None:
-    concurrent = mode_of(running) == PUSH
-    (result,) = asyncio.run(run_load(running.url, Load([200])))
+@every_mode
+def test_hops_are_recorded_in_order(scene: Scene) -> None:
+    p, _ = scene.stock
+    (result,) = scene.send(Load([200]), *scene.stock)
     hops = result.hops
     assert hops["outcome"] == "ok"
     assert hops["received_ns"] <= hops["prefill_sent_ns"] < hops["prefill_answered_ns"]
-    assert (hops["decode_sent_ns"] < hops["prefill_answered_ns"]) == concurrent
+    assert (hops["decode_sent_ns"] < hops["prefill_answered_ns"]) == (scene.mode == PUSH)
     assert hops["decode_sent_ns"] < hops["decode_first_byte_ns"] <= hops["first_byte_forwarded_ns"]
     assert result.sent_ns < hops["received_ns"]
     assert hops["first_byte_forwarded_ns"] <= hops["finished_ns"]
-    assert hops["prefill_engine"] == running.engines["p"].engine_id
+    assert hops["prefill_engine"] == scene.engines[p].engine_id
     assert result.request_id in hops["prefill_internal_id"]
 
 
 @pytest.mark.real
-def test_push_can_be_sequential(running: Deployment) -> None:
-    if mode_of(running) != PUSH:
-        pytest.skip("only push has an order to choose")
-    (result,) = asyncio.run(run_load(running.url, Load([200], sequential=True)))
-    assert result.ok, result.error
+@pytest.mark.parametrize("scene", [PUSH], indirect=True, scope="session")
+def test_push_can_be_sequential(scene: Scene) -> None:
+    (result,) = scene.send(Load([200], sequential=True), *scene.stock)
     assert result.hops["decode_sent_ns"] >= result.hops["prefill_answered_ns"]
 
 
 @pytest.mark.real
-def test_second_turn_is_pulled_back_from_decode(running: Deployment) -> None:
-    if mode_of(running) != BIDIRECTIONAL:
-        pytest.skip("only bidirectional pulls back")
+@pytest.mark.parametrize("scene", [BIDIRECTIONAL], indirect=True, scope="session")
+def test_second_turn_is_pulled_back_from_decode(scene: Scene) -> None:
+    p, d = scene.stock
 
     def pulled() -> float:
-        return metric(running.engines["p"].metrics(), "vllm:nixl_bytes_transferred_sum")
+        return metric(scene.engines[p].metrics(), "vllm:nixl_bytes_transferred_sum")
 
     before = pulled()
-    first, second = asyncio.run(run_conversation(running.url, turns=2, first_prompt_tokens=300))
+    first, second = asyncio.run(run_conversation(scene.url(p, d), turns=2, first_prompt_tokens=300))
     assert first.ok, first.error
     assert second.ok, second.error
     assert second.hops["turn"] == 2
-    assert second.output_ids == plain(running, second).output_ids
+    assert second.output_ids == plain(scene, second).output_ids
     wait_until(lambda: pulled() > before)
 
 
 @pytest.mark.real
-def test_an_error_of_a_leg_reaches_the_client(running: Deployment) -> None:
-    (result,) = asyncio.run(run_load(running.url, Load([5000])))
+@every_mode
+def test_an_error_of_a_leg_reaches_the_client(scene: Scene) -> None:
+    (result,) = asyncio.run(run_load(scene.url(*scene.stock), Load([5000])))
     assert result.status == 400
     assert "4096" in result.error
     assert "leg: 400" in result.hops["outcome"]
 
 
 @pytest.mark.real
-def test_a_client_that_leaves_aborts_decode(running: Deployment) -> None:
-    if mode_of(running) == BIDIRECTIONAL:
-        pytest.skip("the same code as pull")
+@pytest.mark.parametrize("scene", [PUSH, PULL], indirect=True, scope="session")  # bidirectional: as pull
+def test_a_client_that_leaves_aborts_decode(scene: Scene) -> None:
+    url, d = scene.url(*scene.stock), scene.engines[scene.stock[1]]
     body = {"model": "tiny", "prompt": make_prompt(50, random.Random(5)), "max_tokens": 3500, "stream": True}
     with (
         httpx.Client(timeout=60) as client,
-        client.stream("POST", running.url + "/v1/completions", json=body | {"ignore_eos": True}) as answer,
+        client.stream("POST", url + "/v1/completions", json=body | {"ignore_eos": True}) as answer,
     ):
         next(answer.iter_lines())
         request_id = answer.headers["x-request-id"]
-    wait_until(lambda: metric(running.engines["d"].metrics(), "vllm:num_requests_running") == 0)
-    hops = httpx.get(running.url + "/hops", params={"id": request_id}).json()
+    wait_until(lambda: metric(d.metrics(), "vllm:num_requests_running") == 0)
+    hops = httpx.get(url + "/hops", params={"id": request_id}).json()
     assert hops["outcome"] == "client left"
 
 
