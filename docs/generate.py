@@ -17,7 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeGuard
 
-from kvscope import client, events, frame, metrics, query, ring, samples, schema, settings, steps
+from kvscope import client, events, frame, labels, metrics, query, ring, samples, schema, settings, steps
+from kvscope.analysis import whatif
 from kvscope.collectors import api, live
 from kvscope.tui import app, command, help, lines
 
@@ -372,6 +373,16 @@ def api_page() -> str:
     ):
         rows = [(code(field), code(type_), doc) for field, (type_, doc) in _fields(_home(name), name)]
         parts += [f"## {name}", text, table(("Field", "Type", "Meaning"), rows)]
+    for name, text in (
+        (
+            "Change",
+            "Body of `POST /api/v1/labels`; `GET` and the answer to `POST` are `{labels: [Label, …]}`.",
+        ),
+        ("Label", "A named window ([labels.md](labels.md))."),
+        ("Note", "A JSON object."),
+    ):
+        rows = [(code(field), code(type_), doc) for field, (type_, doc) in _fields(labels, name)]
+        parts += [f"## {name}", text, table(("Field", "Type", "Meaning"), rows)]
     return page("HTTP API", *parts)
 
 
@@ -452,7 +463,7 @@ def top_page() -> str:
         table(
             ("Class", "In bars", "Letter", "Meaning"),
             (
-                (code(name), lines.PATTERN[name], lines.LETTER[name], doc)
+                (code(name), lines.PATTERN[name], steps.LETTER[name], doc)
                 for name, doc in help.MEANING.items()
             ),
         ),
@@ -467,7 +478,54 @@ def top_page() -> str:
     )
 
 
+def whatif_page() -> str:
+    every = whatif.scenarios(512, 60 * 10**9)
+    found = whatif.figures()
+    checked = (
+        f"Last checked {found['measured_at']}, with kvscope {found['kvscope']}, vLLM {found['vllm']} and "
+        f"NIXL {found['nixl']}: {found['how']}. Load average of the machine at the beginning: "
+        f"{found['load_average']}."
+        if found
+        else "It was not checked yet."
+    )
+    rows = [
+        (
+            "pulled under push" if figure["scenario"] == "push" else "pushed under pull",
+            f"{figure['base_p50_ms']:.1f} ms",
+            f"{figure['predicted_p50_ms']:.1f} ms",
+            f"{figure['measured_p50_ms']:.1f} ms",
+            f"**{figure['error_percent']:+.1f} %**",
+            figure["requests"],
+        )
+        for figure in found.get("scenarios", ())
+    ]
+    return page(
+        "What if",
+        module_text(
+            (whatif.__doc__ or "").replace("\n  kvscope", "\n    kvscope").replace("examples:\n", "")
+        ),
+        "## Scenarios",
+        table(
+            ("`--scenario`", "What if", "It assumes that"),
+            ((code(one.name), one.title, one.assumption) for one in every),
+        ),
+        "`threshold` and `ttl` come with `--threshold TOKENS` and `--ttl SECONDS` only; the table has "
+        "512 tokens and 60 s.",
+        "## How far off it is",
+        "`make validate-whatif` sends the same load through real engines under push and under pull, and "
+        "holds the median TTFT that one mode predicted for the other against the one that was measured. "
+        "It fails beyond 15 %, and writes what it found to `analysis/whatif_validated.json`, from which "
+        "this page and the command take it. The other scenarios are not validated: their arithmetic is "
+        "tested, their assumptions are not.",
+        checked,
+        *([table(("", "It was", "Predicted", "Measured", "Error", "Requests"), rows)] if rows else []),
+        "A tiny model on CPU cores has short prefills and long ways between processes: the parts that a "
+        "prediction must guess weigh more there than on accelerators.",
+    )
+
+
 PAGES: dict[str, Callable[[], str]] = {
+    "whatif.md": whatif_page,
     "top.md": top_page,
     "events.md": events_page,
     "steps.md": steps_page,

@@ -42,12 +42,36 @@ COMMANDS = {
         "kvscope.commands.explain", "one request: its waterfall, critical path and what it means"
     ),
     "query": Command("kvscope.commands.query", "answer a named question, or your own SELECT"),
+    "shell": Command("kvscope.commands.shell", "a prompt for SQL and named questions, one after the other"),
     "snapshot": Command("kvscope.commands.snapshot", "copy the daemon's store to a file for other programs"),
+    "archive": Command("kvscope.commands.archive", "write closed hours as Parquet, for any other tool"),
     "recover": Command(
         "kvscope.collectors.recover", "read the rings of engines that are gone, without a daemon"
     ),
+    "label": Command("kvscope.commands.label", "name a window of time: an incident, a release, a benchmark"),
+    "notes": Command("kvscope.commands.notes", "list and search what was noted about named windows"),
     "top": Command(
         "kvscope.tui.command", "the live view: compute wait or coordination wait, down to one request"
+    ),
+    "report": Command(
+        "kvscope.analysis.report.command",
+        "one page about a window, to attach to a ticket: HTML, Markdown or JSON",
+    ),
+    "sessions": Command(
+        "kvscope.analysis.sessions", "conversations: KV read back or not and why, and what that was worth"
+    ),
+    "diff": Command(
+        "kvscope.analysis.diff", "what changed between two windows, labels or files, and by how much"
+    ),
+    "whatif": Command(
+        "kvscope.analysis.whatif", "predicted TTFT under push, pull, another decoder or other settings"
+    ),
+    "export": Command(
+        "kvscope.analysis.exchange.export", "write requests for Perfetto, or as OpenTelemetry traces"
+    ),
+    "import": Command(
+        "kvscope.analysis.exchange.imports",
+        "make a store of a Parquet archive, of vLLM's traces or of its debug logs",
     ),
     "dashboards": Command(
         "kvscope.dashboards.command", "bring dashboards and alert rules to Grafana, or write them as files"
@@ -61,6 +85,7 @@ _EXTRAS = {
     **dict.fromkeys(("duckdb", "pyarrow", "starlette", "uvicorn", "httpx", "anyio", "tomli"), "collector"),
     **dict.fromkeys(("textual", "rich"), "tui"),
     "yaml": "grafana",
+    **dict.fromkeys(("opentelemetry", "google"), "otlp"),
     **dict.fromkeys(("torch", "vllm", "nixl", "nixl_cu12", "transformers", "tokenizers"), "engines"),
 }
 """Module to the extra that brings it."""
