@@ -103,7 +103,7 @@ def router(started: Sequence[Engine], folder: Path, sequential: bool = False) ->
     try:
         url = f"http://127.0.0.1:{port}"
         _wait_for_router(url, process, log)
-        taming.favour_session(supervise.descendants(process.pid)[0])
+        taming.favour(supervise.descendants(process.pid)[0])
         yield url
     finally:
         supervise.stop(process)

@@ -18,8 +18,7 @@ is measured (push, P stepping for unclaimed leases, sequences of 50-1500 token p
   81 ms, maximum 0.2 s. (A nap in place of sched_yield did as well, 121 ms and 0.3 s, but alters the engine.)
   Why sharing costs seconds is not proven: bare yielding processes delayed others by 14 ms at most.
 * An API server shares its engine's core with those waiting loops, and tokens reach the client in bunches:
-  `taming.favour` gives API servers, the threads by which EngineCores talk to them, and the router a higher
-  priority, as if they had cores of their own.
+  `taming.favour` gives API servers and the router a higher priority, as if they had cores of their own.
 * A decode engine's first forward may be one token, before anything asked the kernel for AMX: SIGILL in vLLM's
   attention. `inside.py` asks at the start.
 """
@@ -294,7 +293,6 @@ def wait_ready(started: Sequence[Engine], progress: Progress | None = None) -> N
         pids = engine.pids()
         taming.pin(pids, engine.cores)
         taming.favour(pids["api_server"])
-        taming.favour(pids["engine_core"], main=False)
 
 
 @contextlib.contextmanager

@@ -48,18 +48,8 @@ def pin(pids: Mapping[str, int], cores: Sequence[int]) -> None:
                 os.sched_setaffinity(tid, cores)
 
 
-def favour(pid: int, main: bool = True) -> None:
-    """Let the threads of an HTTP hop, with or without the main one, run before the waiting loops of its
-    session; without the right to, leave them."""
+def favour(pid: int) -> None:
+    """Let a process of an HTTP hop run before the engines' waiting loops; without the right to, leave it."""
     for tid in threads(pid):
-        if main or tid != pid:
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, tid, FRONTEND_NICE)
-
-
-def favour_session(pid: int) -> None:
-    """The same for a hop that has a session of its own, before other sessions: where the kernel shares cores
-    among sessions (autogroup), a thread's priority counts only within its own."""
-    favour(pid)
-    with contextlib.suppress(OSError):
-        Path(f"/proc/{pid}/autogroup").write_text(str(FRONTEND_NICE))
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, tid, FRONTEND_NICE)

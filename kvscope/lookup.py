@@ -16,10 +16,10 @@ from kvscope.errors import KvscopeError, UsageError
 from kvscope.filters import column_named, column_type, parse_filters
 from kvscope.join import client_id
 from kvscope.query import plain, reading
-from kvscope.selection import Selection, moment_ns
-from kvscope.storefile import TIMES, relation
+from kvscope.selection import Selection, moment_ns, requests_sql
+from kvscope.storefile import TIMES, has_archived, relation, stored
 from kvscope.text import printable
-from kvscope.views import WAITS_COLUMNS, waits
+from kvscope.views import WAITS_COLUMNS, waits, waits_sql
 
 if TYPE_CHECKING:
     import duckdb
@@ -123,9 +123,14 @@ def look_up(
     live = list(live)
     benchmarks = windows.benchmarks(cursor)
     with reading(cursor, seconds):
-        found = _stored(cursor, "id = $number", number=number) if 0 <= number < 2**64 else []
-        for condition in _EXACT if text else ():
-            found = found or _stored(cursor, condition, text=text, client=client_id(text))
+        found: list[Row] = []
+        conditions = ("id = $number",) * (0 <= number < 2**64) + _EXACT * bool(text)
+        # What is wanted is mostly recent: an archive may have thousands of files to search.
+        for rows in (stored(cursor, "requests"), *(("requests",) if has_archived(cursor) else ())):
+            for condition in conditions:
+                found = found or _stored(
+                    cursor, rows, condition, text=text, number=number, client=client_id(text)
+                )
         found += _live(
             live,
             found,
@@ -133,7 +138,8 @@ def look_up(
             benchmarks,
         )
         if not found and text:
-            found = _stored(cursor, " OR ".join(f"starts_with({n}, $text)" for n in _NAMES), text=text)
+            begins = " OR ".join(f"starts_with({n}, $text)" for n in _NAMES)
+            found = _stored(cursor, "requests", begins, text=text)
             found += _live(
                 live, found, lambda row: any((row[n] or "").startswith(text) for n in _NAMES), benchmarks
             )
@@ -176,17 +182,18 @@ _SLACK_NS = 3600 * 10**9
 """How long before its arrival and after its end something of a request may be dated, clocks included."""
 
 
-def _stored(cursor: duckdb.DuckDBPyConnection, condition: str, **values: Any) -> list[Row]:
-    """The stored requests that meet a condition, a few at most."""
+def _stored(cursor: duckdb.DuckDBPyConnection, rows: str, condition: str, **values: Any) -> list[Row]:
+    """The requests among `rows`, of a FROM, that meet a condition, a few at most."""
     # All columns of all rows are much to read: first which rows, then these, found by their time.
     used = {name: value for name, value in values.items() if f"${name}" in condition}
-    cursor.execute(f"SELECT id, arrived_at_ns FROM requests WHERE {condition} LIMIT {MAX_MATCHES + 1}", used)
+    cursor.execute(f"SELECT id, arrived_at_ns FROM {rows} WHERE {condition} LIMIT {MAX_MATCHES + 1}", used)
     if not (found := cursor.fetchall()):
         return []
     times = [at_ns for _, at_ns in found if at_ns is not None]
-    when = f"arrived_at_ns BETWEEN {min(times)} AND {max(times)}" if len(times) == len(found) else "true"
+    when = Selection(min(times), max(times) + 1) if len(times) == len(found) else Selection()
+    whole = waits_sql(f"({requests_sql(cursor, when, first_token=False)})")
     ids = ", ".join(str(id_) for id_, _ in found)
-    cursor.execute(f"SELECT * FROM waits WHERE {when} AND id IN ({ids}) LIMIT {MAX_MATCHES + 1}")
+    cursor.execute(f"SELECT * FROM ({whole}) WHERE id IN ({ids}) LIMIT {MAX_MATCHES + 1}")
     return _dicts(cursor, in_flight=False)
 
 

@@ -129,7 +129,7 @@ def scene_of(
     mode: str, specs: Sequence[EngineSpec], pairs: Sequence[tuple[str, str]], load: Load | None = None
 ) -> Iterator[Scene]:
     """Start it all, warm up these pairs, send the main load through the first, and end it all."""
-    before = _shared_memory()
+    left_before = _shared_memory()
     folder = Path(tempfile.mkdtemp(prefix="kvs-", dir="/dev/shm"))
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -153,7 +153,7 @@ def scene_of(
         yield scene
     assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
     assert not folder.exists()
-    assert _shared_memory() <= before
+    assert _shared_memory() <= left_before
 
 
 def _recording(specs: Sequence[EngineSpec], folder: Path) -> list[EngineSpec]:
