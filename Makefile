@@ -12,6 +12,9 @@ UNWANTED := torchaudio torchcodec torchvision
 PYTEST := $(BIN)/python -m pytest
 # Engines want all cores for themselves; the other tests share them.
 WITHOUT_ENGINES := -m "not real" -n auto --dist loadfile
+# Tests with deadlines can starve beside others, and on a machine that others use: what failed is told, and run
+# once more by itself, which decides.
+decided = { $(PYTEST) $(1) || $(PYTEST) $(2) --last-failed --last-failed-no-failures none; }
 PIP := $(BIN)/python -u -m pip install --disable-pip-version-check
 PIP_LOG := $(VENV)/pip.log
 PIP_FAILED := { tail -n 20 $(PIP_LOG) >&2; exit 1; }
@@ -31,7 +34,7 @@ demo: $(STAMP)  ## A prefill and a decode engine, a router, a load, and `kvscope
 	@$(BIN)/kvscope demo $(ARGS)
 
 test: lint  ## Everything, on two real engines too (ARGS="-m 'not real'" leaves those out)
-	@$(if $(ARGS),$(PYTEST) $(ARGS),$(PYTEST) $(WITHOUT_ENGINES) && $(PYTEST) -m real)
+	@$(if $(ARGS),$(PYTEST) $(ARGS),$(call decided,$(WITHOUT_ENGINES),-m "not real") && $(call decided,-m real,-m real))
 
 test-spark: $(STAMP)  ## A real Spark reads the archive: minutes (needs Java 17; installs PySpark into build/)
 	@PYTHON=$(PYTHON) tests/spark/venv.sh build/spark-venv

@@ -96,10 +96,19 @@ def test_daemon_killed_in_mid_load_and_restarted_loses_and_repeats_nothing(scene
 # A WRITE can't be held up by stopping its target's worker before it is posted.
 @pytest.mark.parametrize("scene", ["pull"], indirect=True, scope="session")
 def test_engine_killed_in_mid_transfer_leaves_the_request_lost_in_its_last_step(scene: Scene) -> None:
+    # Over TCP alone a READ needs its target's process, so that it can be held up.
+    slow = {"UCX_TLS": "tcp,self"}
+    roles = (("slow-p", PREFILL), ("slow-d", DECODE))
+    specs = [EngineSpec(name, role, scene.mode, instrumented=True, environment=slow) for name, role in roles]
+    with scene.alone(), scene.more(specs):
+        kill_in_mid_transfer(scene, "slow-p", "slow-d")
+
+
+def kill_in_mid_transfer(scene: Scene, p_name: str, d_name: str) -> None:
     name = "killed-in-mid-transfer"
     body: dict[str, Any] = {"model": "tiny", "prompt": make_prompt(900, random.Random(63)), "max_tokens": 4}
     headers = {"X-Request-Id": name}
-    p, d = scene.engines["p"], scene.engines["d"]
+    p, d = scene.engines[p_name], scene.engines[d_name]
     first = {"do_remote_decode": True, "do_remote_prefill": False}
     answer = httpx.post(
         p.url + "/v1/completions",
