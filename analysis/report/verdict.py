@@ -72,7 +72,7 @@ def verdict(found: Gathered) -> list[str]:
     first += f", mean TTFT {shown(row['mean_ttft_ms'])} ms over {requests(row['requests'])}"
     step = _step(found, WAITS[most])
     if step is not None:
-        first += f"; most of it in {step['step']} ({shown(step['share_percent'])} % of TTFT)"
+        first += f"; its largest step is {step['step']} ({shown(step['share_percent'])} % of TTFT)"
     if pair := _pair(found, WAITS[most]):
         first += f"; {pair}"
     second = _FOLLOWS[most]

@@ -445,7 +445,7 @@ def test_a_failure_leaves_a_store_as_it_was(tmp_path: Path, monkeypatch: pytest.
         (b"hello\nworld\n", "a.log", "neither a kvscope archive nor OTLP traces nor a vLLM log"),
         (b"", "a.log", "neither a kvscope archive"),
         (b"no gzip", "a.jsonl.gz", "its gzip data is damaged"),
-        (gzip.compress(b"x" * 10000)[:40], "a.jsonl.gz", "its gzip data is damaged"),
+        (gzip.compress(b"x" * 10000, mtime=0)[:40], "a.jsonl.gz", "its gzip data is damaged"),
         (b'{"resourceSpans": []}\n', "a.jsonl", "nothing to import"),
         (b"\0\0\0\x04abcd", "a.pb", "nothing to import"),
         (b"\0\0\0\xffabcd", "a.pb", "nothing to import"),

@@ -274,7 +274,7 @@ def test_the_verdict_names_the_wait_the_step_and_the_pair(tmp_path: Path) -> Non
     found = tell(store(tmp_path / "s.duckdb", [*many(60), *worse])).json
     first, second = found["verdict"]
     assert first.startswith("Mostly coordination wait: ")
-    assert "most of it in readiness.detect" in first
+    assert "its largest step is readiness.detect" in first
     assert "longest on the pair engine-p → engine-e, 30" in first
     assert second.startswith("Accelerators would not shorten it: for readiness.detect")
     assert "on D (smaller batches" in second, "in a pull D looks for completions"
