@@ -18,6 +18,15 @@ FLEET = r"TTFT[\s\S]*p0-50"
 """What is on the Fleet page once there are figures."""
 
 
+@pytest.fixture(autouse=True)
+def heeded() -> Iterator[None]:
+    """Under nohup, or in the background of a script, what is started ignores signals from the beginning."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 class Left:
     """What a demo started and made, to see that it is gone afterwards."""
 
