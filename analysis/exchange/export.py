@@ -16,9 +16,9 @@ import sys
 from typing import NamedTuple
 
 from kvscope.analysis.exchange import export_otlp, export_perfetto
-from kvscope.analysis.outfile import Progress, output
 from kvscope.analysis.paging import add_window_arguments, window
 from kvscope.errors import UsageError
+from kvscope.outfile import Progress, output
 from kvscope.source import add_source_arguments, open_source, print_json
 from kvscope.text import printable
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvscope import schema, storefile
-from kvscope.analysis.outfile import new_file
 from kvscope.errors import KvscopeError, UsageError
+from kvscope.outfile import new_file
 from kvscope.text import printable
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from kvscope import schema, storefile
 from kvscope.analysis.exchange import import_log, import_otlp
 from kvscope.analysis.exchange.import_lines import Notes, reading
 from kvscope.analysis.exchange.import_store import Store, opened, table_batches
-from kvscope.analysis.outfile import Progress
 from kvscope.errors import KvscopeError, UsageError
 from kvscope.filters import checked_text
+from kvscope.outfile import Progress
 from kvscope.source import print_json
 from kvscope.text import printable
 

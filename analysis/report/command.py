@@ -26,13 +26,13 @@ from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 from kvscope import __version__
-from kvscope.analysis.outfile import TELL_AFTER_S, output
 from kvscope.analysis.paging import add_window_arguments
 from kvscope.analysis.report.data import gather
 from kvscope.analysis.report.html import page
 from kvscope.analysis.report.sections import report
 from kvscope.analysis.report.text import as_json, markdown
 from kvscope.errors import KvscopeError, UsageError
+from kvscope.outfile import TELL_AFTER_S, output
 from kvscope.source import add_source_arguments, apply_during, daemon_url, open_source
 from kvscope.text import printable, shortened
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import os
-import secrets
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvscope import settings
+from kvscope import outfile, settings
 from kvscope.client import Daemon, StoreFile
 from kvscope.errors import KvscopeError, UsageError
 from kvscope.query import Limits, Parameters
@@ -62,10 +60,8 @@ class Target:
         if path is None:
             if format_ in (PARQUET, ARROW) and sys.stdout.isatty():
                 raise UsageError(f"{format_} is not for a terminal; name a file with -o, or use a pipe")
-        elif path.exists() and not path.is_file():
-            raise UsageError(f"{printable(path)}: is no plain file; write to standard output and redirect it")
-        elif path.exists() and not force:
-            raise UsageError(f"{printable(path)}: exists; name a new file, or replace it with --force")
+        else:
+            outfile.check(path, force)
 
     def ask(self, source: Daemon | StoreFile, name: str, sql: str, parameters: Parameters) -> None:
         """Ask the question `name`, or else `sql`, and write the answer.
@@ -88,7 +84,9 @@ class Target:
             sys.stdout.buffer.write(content)
             sys.stdout.buffer.flush()
         else:
-            write_file(self.path, content)
+            # Whether to replace what is there was asked before.
+            with outfile.new_file(self.path, force=True) as part:
+                part.write_bytes(content)
         if approximate:
             print(f"approximate: {approximate}", file=sys.stderr)
         if truncated:
@@ -97,24 +95,6 @@ class Target:
                 f"cut after {rows} rows; ask for less, or raise {whose} settings sql_rows or sql_bytes",
                 file=sys.stderr,
             )
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a whole file or none.
-
-    Raises:
-        KvscopeError: it can't be written.
-    """
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
-    try:
-        try:
-            with draft.open("xb") as file:
-                file.write(content)
-            os.replace(draft, path)
-        finally:
-            draft.unlink(missing_ok=True)
-    except OSError as error:
-        raise KvscopeError(f"{printable(path)}: can't be written: {error.strerror}") from None
 
 
 def _binary(found: pyarrow.Table, format_: str) -> bytes:

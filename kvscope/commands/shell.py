@@ -292,9 +292,22 @@ def _read_all(shell: Shell) -> int:
 
 
 def _converse(shell: Shell) -> int:
-    """On a terminal; an error is told and no more."""
+    """On a terminal: an error is told and no more; Ctrl-C ends what is typed or runs, whenever it comes."""
     _edit_lines(shell)
     print("SQL that ends with ;  .help for commands, Ctrl-D to leave")
+    told = True
+    while True:
+        try:
+            if not told:
+                print("^C")
+                told = True
+            _read_lines(shell)
+            return 0
+        except KeyboardInterrupt:  # which readline may pass on twice
+            told = False
+
+
+def _read_lines(shell: Shell) -> None:
     typed = ""
     while not shell.ended:
         try:
@@ -302,16 +315,12 @@ def _converse(shell: Shell) -> int:
             typed = _fed(shell, typed, line)
         except EOFError:
             print()
-            return 0
-        except KeyboardInterrupt:
-            print("^C")
-            typed = ""
+            return
         except UnicodeDecodeError:
             print("kvscope: what was typed is no valid text", file=sys.stderr)
         except KvscopeError as error:
             print(f"kvscope: {' '.join(str(error).split())}", file=sys.stderr)
             typed = ""
-    return 0
 
 
 def _edit_lines(shell: Shell) -> None:

@@ -18,9 +18,8 @@ TELL_AFTER_S = 2.0
 TELL_EVERY_S = 0.5
 
 
-@contextlib.contextmanager
-def new_file(path: Path, force: bool) -> Iterator[Path]:
-    """Yields the path of a file beside `path` that takes its name at the end, if nothing was raised.
+def check(path: Path, force: bool) -> None:
+    """Whether a file can be written there, asked before anything costs time.
 
     Raises:
         UsageError: there is such a file, or no such folder.
@@ -34,6 +33,16 @@ def new_file(path: Path, force: bool) -> Iterator[Path]:
         raise UsageError(f"{shown} is there already; name another file, or --force to replace it")
     if not path.parent.is_dir():
         raise UsageError(f"there is no folder {printable(path.parent)}; make it first")
+
+
+@contextlib.contextmanager
+def new_file(path: Path, force: bool) -> Iterator[Path]:
+    """Yields the path of a file beside `path` that takes its name at the end, if nothing was raised.
+
+    Raises:
+        UsageError: as `check`.
+    """
+    check(path, force)
     # Of its own: neither what is there nor what another command writes is overwritten.
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     try:
