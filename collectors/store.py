@@ -1,7 +1,7 @@
 """The store: one DuckDB file, one writer thread, a bounded queue before it.
 
 Rows are put by the collecting thread and committed by the writer thread, all tables of a batch in one
-transaction, at most ten times a second. A batch that can't be written (disk full, say) is kept and tried
+transaction, at most twice a second. A batch that can't be written (disk full, say) is kept and tried
 again until it can; meanwhile the queue fills, the collecting thread stops reading, and the rings buffer.
 
 A row is stored once: its id is compared with those that may come again (`expect_again`), kept in memory.
@@ -61,7 +61,8 @@ QUEUE_ROWS = 32768
 """Rows that may wait. At 10,000 rows a second this is 3 s: longer than any commit was seen to take."""
 BATCH_ROWS = 16384
 """Rows of one transaction, about."""
-COMMIT_INTERVAL_S = 0.1
+COMMIT_INTERVAL_S = 0.5
+"""A commit takes a core for some 30 ms, however few its rows: engines beside it would feel ten a second."""
 RETRY_S = 1.0
 KEEP_S = 10.0
 """How long a row that somebody waits for may take to be on disk."""
