@@ -15,11 +15,11 @@ from kvscope import schema, steps, windows
 from kvscope.errors import KvscopeError, UsageError
 from kvscope.filters import column_named, column_type, parse_filters
 from kvscope.join import client_id
-from kvscope.query import plain, reading
-from kvscope.selection import Selection, moment_ns, requests_sql
+from kvscope.query import plain, reading, timed
+from kvscope.selection import Selection, moment_ns
 from kvscope.storefile import TIMES, has_archived, relation, stored
 from kvscope.text import printable
-from kvscope.views import WAITS_COLUMNS, waits, waits_sql
+from kvscope.views import WAITS_COLUMNS, waits
 
 if TYPE_CHECKING:
     import duckdb
@@ -122,14 +122,17 @@ def look_up(
     number = int(text) if text.isascii() and text.isdigit() and len(text) <= 20 else -1
     live = list(live)
     benchmarks = windows.benchmarks(cursor)
-    with reading(cursor, seconds):
+    with timed(cursor, seconds):
+        cursor.execute("BEGIN TRANSACTION READ ONLY")
         found: list[Row] = []
         conditions = ("id = $number",) * (0 <= number < 2**64) + _EXACT * bool(text)
         # What is wanted is mostly recent: an archive may have thousands of files to search.
-        for rows in (stored(cursor, "requests"), *(("requests",) if has_archived(cursor) else ())):
+        hot = stored(cursor, "requests")
+        everywhere = relation(cursor, "requests") if has_archived(cursor) else hot
+        for rows in dict.fromkeys((hot, everywhere)):
             for condition in conditions:
                 found = found or _stored(
-                    cursor, rows, condition, text=text, number=number, client=client_id(text)
+                    cursor, benchmarks, rows, condition, text=text, number=number, client=client_id(text)
                 )
         found += _live(
             live,
@@ -139,7 +142,7 @@ def look_up(
         )
         if not found and text:
             begins = " OR ".join(f"starts_with({n}, $text)" for n in _NAMES)
-            found = _stored(cursor, "requests", begins, text=text)
+            found = _stored(cursor, benchmarks, everywhere, begins, text=text)
             found += _live(
                 live, found, lambda row: any((row[n] or "").startswith(text) for n in _NAMES), benchmarks
             )
@@ -152,15 +155,7 @@ def look_up(
         request = found[0]
         parts: dict[str, Any] = {}
         for table in (schema.TRANSFERS, schema.LEASES, schema.FAILURES):
-            since_ns, until_ns = _around(request)
-            at, rows = TIMES[table.name], relation(cursor, table.name, since_ns, until_ns)
-            during = f"{at} >= {since_ns}" + (f" AND {at} < {until_ns}" if until_ns is not None else "")
-            cursor.execute(
-                f"SELECT * FROM {rows} WHERE request_id = ? AND ({during} OR {at} IS NULL) "
-                f"ORDER BY ALL LIMIT {MAX_PARTS}",
-                [request["id"]],
-            )
-            parts[table.name] = [_json(row, table) for row in _dicts(cursor)]
+            parts[table.name] = _parts(cursor, table, request)
         cursor.execute(
             "SELECT * FROM engines WHERE engine IN (?, ?) ORDER BY engine, source, rank, id LIMIT 100",
             [request["p_engine"], request["d_engine"]],
@@ -178,23 +173,55 @@ _EXACT = (
     "p_request = $text OR d_request = $text",
 )
 """Conditions by which a text names a request, the quickest first."""
-_SLACK_NS = 3600 * 10**9
+_SLACK_NS = 600 * 10**9
 """How long before its arrival and after its end something of a request may be dated, clocks included."""
 
 
-def _stored(cursor: duckdb.DuckDBPyConnection, rows: str, condition: str, **values: Any) -> list[Row]:
-    """The requests among `rows`, of a FROM, that meet a condition, a few at most."""
+def _stored(
+    cursor: duckdb.DuckDBPyConnection,
+    benchmarks: Sequence[windows.Step],
+    rows: str,
+    condition: str,
+    **values: Any,
+) -> list[Row]:
+    """The requests among `rows`, of a FROM, that meet a condition, a few at most, as those of `waits`."""
     # All columns of all rows are much to read: first which rows, then these, found by their time.
     used = {name: value for name, value in values.items() if f"${name}" in condition}
     cursor.execute(f"SELECT id, arrived_at_ns FROM {rows} WHERE {condition} LIMIT {MAX_MATCHES + 1}", used)
     if not (found := cursor.fetchall()):
         return []
     times = [at_ns for _, at_ns in found if at_ns is not None]
-    when = Selection(min(times), max(times) + 1) if len(times) == len(found) else Selection()
-    whole = waits_sql(f"({requests_sql(cursor, when, first_token=False)})")
+    during, source = "true", rows
+    if len(times) == len(found):
+        during = f"arrived_at_ns BETWEEN {min(times)} AND {max(times)}"
+        source = relation(cursor, "requests", min(times), max(times) + 1)
     ids = ", ".join(str(id_) for id_, _ in found)
-    cursor.execute(f"SELECT * FROM ({whole}) WHERE id IN ({ids}) LIMIT {MAX_MATCHES + 1}")
-    return _dicts(cursor, in_flight=False)
+    cursor.execute(f"SELECT * FROM {source} WHERE {during} AND id IN ({ids}) LIMIT {MAX_MATCHES + 1}")
+    return [_whole(row, benchmarks) for row in _dicts(cursor)]
+
+
+def _whole(row: Mapping[str, Any], benchmarks: Sequence[windows.Step]) -> Row:
+    """A row of `requests` with what `waits` adds, of the label that it counts as of."""
+    label = windows.label_of(benchmarks, row["label"], row["arrived_at_ns"])
+    return {**row, **waits(row), "label": label, "in_flight": row["outcome"] == "in flight"}
+
+
+def _parts(cursor: duckdb.DuckDBPyConnection, table: schema.Table, request: Row) -> list[Row]:
+    """The rows of `table` that are about the request, ready for JSON."""
+    since_ns, until_ns = _around(request)
+    at = TIMES[table.name]
+    during = f"{at} >= {since_ns}" + (f" AND {at} < {until_ns}" if until_ns is not None else "")
+    found: list[Row] = []
+    # Not in one condition: to find rows without a time, all have to be read.
+    for condition in (during, f"{at} IS NULL"):
+        if not found:
+            cursor.execute(
+                f"SELECT * FROM {relation(cursor, table.name, since_ns, until_ns)} "
+                f"WHERE request_id = ? AND {condition} ORDER BY ALL LIMIT {MAX_PARTS}",
+                [request["id"]],
+            )
+            found = _dicts(cursor)
+    return [_json(row, table) for row in found]
 
 
 def _around(request: Row) -> tuple[int, int | None]:
@@ -255,13 +282,4 @@ def _live(
 ) -> list[Row]:
     """Rows of requests that are not among the stored ones found, whole as those of `waits`."""
     stored = {row["id"] for row in found}
-    return [
-        {
-            **row,
-            **waits(row),
-            "label": windows.label_of(benchmarks, row["label"], row["arrived_at_ns"]),
-            "in_flight": row["outcome"] == "in flight",
-        }
-        for row in live
-        if row["id"] not in stored and matches(row)
-    ]
+    return [_whole(row, benchmarks) for row in live if row["id"] not in stored and matches(row)]
