@@ -21,14 +21,21 @@
 -- column max_pause_ms: Longest such time, ms
 -- column ttl_ms: Median time from the beginning of D's leases to their last deadline, ms; NULL when not known
 -- column p50_ttft_ms: Median TTFT, ms
-WITH turns AS (
+WITH latest AS (
+    SELECT session
+    FROM requests
+    WHERE session IS NOT NULL
+    GROUP BY session
+    ORDER BY max(arrived_at_ns) DESC, session
+    LIMIT $limit
+), turns AS (
     SELECT
         *,
         CASE WHEN lead(turn) OVER in_order = turn + 1 THEN
             lead(arrived_at_ns) OVER in_order - (arrived_at_ns + ttft_ns + decode_generate_ns)
         END AS pause_ns
     FROM requests
-    WHERE session IS NOT NULL
+    SEMI JOIN latest USING (session)
     WINDOW in_order AS (PARTITION BY session ORDER BY arrived_at_ns, id)
 ), outcomes AS (
     SELECT session, string_agg(reuse_outcome || ' ' || n, ', ' ORDER BY n DESC, reuse_outcome) AS outcomes
@@ -64,4 +71,3 @@ LEFT JOIN outcomes AS o ON o.session = t.session
 LEFT JOIN kept AS k ON k.session = t.session
 GROUP BY t.session
 ORDER BY max(arrived_at_ns) DESC, t.session
-LIMIT $limit

@@ -387,7 +387,7 @@ def test_what_was_sampled_is_called_approximate(db: Path, monkeypatch: pytest.Mo
 def test_approximate_percentiles_are_called_so(db: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(query, "EXACT_ROWS", 10)
     made = tell(db)
-    reason = "percentiles are of random samples of 8,192: there are more than 10 rows"
+    reason = f"percentiles are of random samples of {query.SAMPLE_ROWS:,}: there are more than 10 rows"
     assert made.json["answers"]["pairs"]["approximate"] == reason
     assert made.json["answers"]["losses"]["approximate"] is None
     for text in (made.document.text, made.markdown):

@@ -184,6 +184,21 @@ def test_endless_recursion_is_stopped(database: duckdb.DuckDBPyConnection) -> No
     assert query.run_sql(database.cursor(), "SELECT 1").rows == [(1,)]
 
 
+@pytest.mark.parametrize(
+    ("sql", "said"),
+    [
+        ("SELECT a.range FROM range(10000000) AS a, range(10000000)", "stopped after 300 ms"),
+        ("SELECT CASE range WHEN 1999999 THEN error('too late') END FROM range(2000000)", "too late"),
+    ],
+)
+def test_what_ends_an_arrow_stream_is_told_as_of_rows(
+    database: duckdb.DuckDBPyConnection, sql: str, said: str
+) -> None:
+    limits = Limits(rows=10**9, bytes=10**9, seconds=0.3 if "stopped" in said else 10)
+    with pytest.raises(QueryError, match=said):
+        query.run_arrow(database.cursor(), sql, limits=limits)
+
+
 def test_rows_and_bytes_are_capped_and_said_so(database: duckdb.DuckDBPyConnection) -> None:
     rows_ = query.run_sql(database.cursor(), "SELECT range FROM range(1000000)", limits=Limits(rows=300))
     assert (len(rows_.rows), rows_.truncated) == (300, True)
