@@ -55,7 +55,7 @@ lint: $(STAMP)  ## Lint, format, types, walls, docs
 bench: $(STAMP)  ## What kvscope costs, measured on this machine (ARGS="--json")
 	@for bench in bench/[a-z]*.py; do $(BIN)/python $$bench $(ARGS); done
 
-validate-whatif: $(STAMP)  ## Is `kvscope whatif` right? The same load under push and pull on real engines: five minutes
+validate-whatif: $(STAMP)  ## Is `kvscope whatif` right? The same load under push and pull on real engines: ten minutes
 	@$(BIN)/python -m kvscope.demo.validate_whatif $(ARGS)
 
 contract: $(STAMP)  ## Compare the methods we override with a vLLM release: make contract VERSION=0.33.0
@@ -68,7 +68,7 @@ docs: $(STAMP)  ## Write docs/*.md anew from the code
 dashboards: $(STAMP)  ## Write dashboards, rules and the runbook anew from the code
 	@$(BIN)/python -m kvscope.dashboards.build
 
-pictures: $(STAMP)  ## Take docs/pictures/*.svg anew, from real engines: five minutes
+pictures: $(STAMP)  ## Take docs/pictures/*.svg anew, from real engines: ten minutes
 	@$(BIN)/python docs/pictures.py $(ARGS)
 
 pictures-grafana: $(STAMP)  ## Take docs/pictures/grafana-*.png anew: ten minutes (needs chromium, npm; ARGS="--simulated")

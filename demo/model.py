@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -52,10 +54,13 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_model(folder: Path) -> Path:
-    """Write the model into `folder` unless it is there already; returns `folder`.
+def make_model(folder: Path, changes: Mapping[str, int] = MappingProxyType({})) -> Path:
+    """Write the model into `folder` unless there is one already; returns `folder`.
 
     Safe against a second process doing the same: the files appear in one rename.
+
+    Args:
+        changes: to `CONFIG`, such as a larger hidden_size.
     """
     if (folder / "config.json").exists():
         return folder
@@ -64,8 +69,9 @@ def make_model(folder: Path) -> Path:
         part = Path(made) / "model"
         part.mkdir()
         _write_tokenizer(part)
-        _write_weights(part)
-        (part / "config.json").write_text(json.dumps(CONFIG, indent=1))
+        config = {**CONFIG, **changes}
+        _write_weights(part, config)
+        (part / "config.json").write_text(json.dumps(config, indent=1))
         try:
             os.rename(part, folder)
         except OSError:
@@ -106,7 +112,7 @@ def _write_tokenizer(folder: Path) -> None:
     )
 
 
-def _write_weights(folder: Path) -> None:
+def _write_weights(folder: Path, config: Mapping[str, Any]) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -118,14 +124,14 @@ def _write_weights(folder: Path) -> None:
     def ones(size: int) -> torch.Tensor:
         return torch.ones(size, dtype=torch.bfloat16)
 
-    hidden, inner, head = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["head_dim"]
-    queries, keys = CONFIG["num_attention_heads"] * head, CONFIG["num_key_value_heads"] * head
+    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     weights = {
         "model.embed_tokens.weight": noise(VOCABULARY, hidden),
         "model.norm.weight": ones(hidden),
         "lm_head.weight": noise(VOCABULARY, hidden),
     }
-    for layer in range(CONFIG["num_hidden_layers"]):
+    for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}."
         weights |= {
             at + "input_layernorm.weight": ones(hidden),
