@@ -2,7 +2,8 @@
 
 A pass first deletes from the store what an earlier pass archived and is older than the retention; then writes
 the hours that have closed, or got rows since; then has questions read those files of which a next pass may
-delete the rows. So whatever is deleted has long been in a file that questions read.
+delete the rows. So whatever is deleted has long been in a file that questions read. At last it looks whether
+these can be read: their ends, or the whole of them after a question failed for a reason that names no file.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import duckdb
 import pyarrow as pa
@@ -37,6 +38,15 @@ DELETE_S = 120.0
 """How long the store's writer may take before it deletes."""
 BY_HAND_S = 5.0
 """How long one answer to `archive` may take, but for its last hour."""
+
+
+class _Looked(NamedTuple):
+    """What was found in a file."""
+
+    identity: tuple[int, int, int] | None
+    whole: bool
+    """All of it was read."""
+    damage: str
 
 
 class Archiving:
@@ -63,10 +73,14 @@ class Archiving:
         self.archive = Archive(directory, store.collector)
         self._published: set[tuple[str, int]] = set()
         self._error = ""
-        self._damaged: list[str] = []
+        self._damaged: dict[Path, str] = {}
+        self._looked: dict[Path, _Looked] = {}
+        """By file that questions read."""
+        self._doubt = False
+        """Whether one of them is damaged, and it is not known which."""
         self._rows = self._bytes = 0
         self._last_pass_ns: int | None = None
-        self._stopping = threading.Event()
+        self._stopping, self._woken = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvscope-archive", daemon=True)
         try:
             _check_there(store, self.archive)
@@ -80,6 +94,7 @@ class Archiving:
     def stop(self) -> None:
         """End soon; what is being written is given up when the store is closed."""
         self._stopping.set()
+        self._woken.set()
 
     def step(self) -> list[Written]:
         """One pass; returns what it wrote.
@@ -89,7 +104,7 @@ class Archiving:
         """
         until_ns = archive.closed_until_ns(self._clock())
         written: list[Written] = []
-        damaged: list[str] = []
+        damaged: dict[Path, str] = {}
         _check_there(self._store, self.archive)
         with self.archive.locked():
             self._delete()
@@ -100,7 +115,7 @@ class Archiving:
                     try:
                         done = self.archive.update(cursor, stored, table, hour_ns)
                     except DamagedFile as error:
-                        damaged.append(str(error))
+                        damaged[self.archive.path(table, hour_ns)] = str(error)
                     else:
                         written += [done] if done else []
             self._publish()
@@ -108,6 +123,7 @@ class Archiving:
         self._rows += sum(one.rows for one in written)
         self._bytes += sum(one.bytes for one in written)
         self._last_pass_ns = self._clock()
+        self._look()
         return written
 
     def _due(self, cursor: duckdb.DuckDBPyConnection, until_ns: int) -> list[tuple[int, str]]:
@@ -151,6 +167,20 @@ class Archiving:
         )
         self._published = set(files)
 
+    def _look(self) -> None:
+        """Find the damaged ones among the files that questions read."""
+        whole, self._doubt = self._doubt, False
+        paths = {self.archive.path(*key) for key in self._published}
+        for path in list(self._looked):
+            if path not in paths:
+                del self._looked[path]
+        for path in paths:
+            if self._stopping.is_set():
+                return
+            is_, known = archive.identity(path), self._looked.get(path)
+            if known is None or known.identity != is_ or (whole and not known.whole):
+                self._looked[path] = _Looked(is_, whole, archive.damage(path, whole))
+
     def _run(self) -> None:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
@@ -164,7 +194,8 @@ class Archiving:
                 if self._error:
                     logger.warning("%s: written again", self.archive.directory)
                 self._error = ""
-            self._stopping.wait(INTERVAL_S)
+            self._woken.wait(INTERVAL_S)
+            self._woken.clear()
 
     def _failed(self, error: Exception) -> None:
         known = isinstance(error, KvscopeError)
@@ -179,11 +210,47 @@ class Archiving:
         """One line each."""
         kept = "the store keeps its rows until they are archived"
         found = [f"ARCHIVE: {self._error}; {kept}"] if self._error else []
-        damaged = self._damaged
-        if damaged:
+        if damaged := self._damage():
             more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
             found.append(f"ARCHIVE: {damaged[0]}{more}")
         return found
+
+    def _damage(self) -> list[str]:
+        """One line for each damaged file."""
+        found = {}
+        for path, one in list(self._looked.items()):
+            with contextlib.suppress(KvscopeError):
+                if one.damage and archive.identity(path) == one.identity:
+                    found[path] = one.damage
+        return list({**found, **self._damaged}.values())
+
+    def explained(self, error: Exception) -> str:
+        """Why a question failed, with what to do where the reason is a file of the archive."""
+        said, reason = str(error), error.__context__
+        if not isinstance(reason, duckdb.Error):  # as what the process of a user's SQL says
+            return said
+        paths = (self.archive.path(*key) for key in self._published)
+        path = next((path for path in paths if str(path) in said), None)
+        if path is not None and not path.exists():
+            self._woken.set()
+            return f"{path}: gone from the archive; ask again in a moment: then it is left out"
+        if path is not None:
+            found = archive.damage(path, whole=True)
+            self._looked[path] = _Looked(archive.identity(path), True, found)
+            return found or archive.damaged_line(path, said)
+        # DuckDB names no file, and no kind of error, where it can't make out the beginning of a page.
+        if type(reason) is not duckdb.Error:
+            return said
+        if damage := self._damage():
+            return damage[0]
+        if not all(one.whole for one in list(self._looked.values())):
+            self._doubt = True
+            self._woken.set()
+            return (
+                f"{said}: a file of the archive may be damaged; `kvscope status` names it when all have been "
+                "read; until then ask with --since"
+            )
+        return said
 
     def status(self) -> dict[str, Any]:
         """For the daemon's status."""
@@ -193,7 +260,7 @@ class Archiving:
             "rows_written": self._rows,
             "bytes_written": self._bytes,
             "last_pass_at_ns": self._last_pass_ns,
-            "error": self._error or next(iter(self._damaged), ""),
+            "error": self._error or next(iter(self._damage()), ""),
         }
 
 

@@ -240,9 +240,12 @@ class Daemon:
         )
         if directory is None and (moved_ns := moved_until_ns(self._store)):
             logger.warning(
-                "%s: hours before %s were moved to an archive; questions lack them without --archive",
+                "%s: hours before %s were moved to an archive; without --archive questions lack them%s",
                 settings.store,
                 utc(moved_ns)[:16],
+                f", and rows older than {settings.retention_hours:g} h are deleted, archived or not"
+                if settings.retention_hours
+                else "",
             )
         self._exposition = Exposition(self._aggregates, self._now)
         self._collector = Collector(Rings(settings.dir, self._store), self._store)
@@ -384,6 +387,10 @@ class Daemon:
     def keep(self, table: str, row: Row) -> None:
         """Store a row of a kept table; returns when it is on disk."""
         self._store.keep(table, row)
+
+    def explained(self, error: Exception) -> str:
+        """Why a question failed, with what to do where the archive is the reason."""
+        return str(error) if self._archiving is None else self._archiving.explained(error)
 
     def snapshot(self, path: Path, everything: bool = False) -> None:
         """Write a consistent copy of the store, and with `everything` of its archive, to a new file."""

@@ -83,7 +83,7 @@ class _Covered(NamedTuple):
     mark: Mark
     """Of rows of the store that are in the file."""
     file: tuple[int, int, int]
-    """The file it was, as `_identity` tells."""
+    """The file it was, as `identity` tells."""
 
 
 class Archive:
@@ -163,7 +163,7 @@ class Archive:
         return {
             key: covered.mark
             for key, covered in self._covered.items()
-            if _identity(self.path(*key)) == covered.file
+            if identity(self.path(*key)) == covered.file
         }
 
     def update(
@@ -191,7 +191,7 @@ class Archive:
     ) -> Written | None:
         rows = _hour_sql(cursor, relation, table, hour_ns)
         mark = _mark(cursor, rows, table)
-        before = _identity(path)
+        before = identity(path)
         content, whole = rows, mark
         if before is not None:
             known = self._covered.get((table, hour_ns))
@@ -218,7 +218,7 @@ class Archive:
         elif not mark.rows:
             return None
         size = self._write(cursor, content, table, path, whole)
-        after = _identity(path)
+        after = identity(path)
         if after is not None:
             self._covered[table, hour_ns] = _Covered(mark, after)
         return Written(table, None if hour_ns == UNTIMED else hour_ns, whole.rows, size)
@@ -442,6 +442,28 @@ def damaged(path: Path, error: Exception) -> DamagedFile:
     )
 
 
+def damage(path: Path, whole: bool) -> str:
+    """One line for a file that questions can't read; empty where they can, as far as its end tells, or, which
+    takes long, the `whole` of it."""
+    try:
+        with path.open("rb") as file:
+            found = pa.parquet.ParquetFile(file, **_MAX_FOOTER)
+            for _ in found.iter_batches(use_threads=False) if whole else ():
+                pass
+    except _UNREADABLE as error:
+        if _is_passing(error) and not (isinstance(error, OSError) and error.errno == errno.EIO):
+            return ""
+        return damaged_line(path, one_line(error))
+    return ""
+
+
+def damaged_line(path: Path, reason: str) -> str:
+    return (
+        f"{printable(path)}: damaged ({reason}), and questions about its hour fail; put a copy of it in its "
+        "place, or move it away to go without the rows that only it has; until then ask with --since"
+    )
+
+
 # --- one hour --------------------------------------------------------------------------------------
 
 
@@ -520,7 +542,12 @@ def _hour_of(day: str, hour: str) -> int | None:
         return None
 
 
-def _identity(path: Path) -> tuple[int, int, int] | None:
+def identity(path: Path) -> tuple[int, int, int] | None:
+    """What changes when another file takes its place, or it is written to; None when there is none.
+
+    Raises:
+        ArchiveError: that can't be told.
+    """
     try:
         found = path.stat()
     except FileNotFoundError:

@@ -30,7 +30,7 @@ from kvscope.errors import KvscopeError, UsageError
 from kvscope.settings import Settings
 from kvscope.storefile import TIMES, open_file, relation
 
-from .collecting import ask, row, until
+from .collecting import Served, ask, row, until
 from .collecting import query as file_query
 
 HOUR = 3600 * 10**9
@@ -515,10 +515,15 @@ def test_a_daemon_without_the_archive_says_what_it_lacks(
     failures(store, 0, 10, T0)
     archiving.step()
     archiving.step()
+    failures(store, 20, 1, 10**9)  # old, and not archived
     store.close()
     daemon = Daemon(Settings(dir=tmp_path / "rings", store=tmp_path / "s.duckdb", sample_seconds=0))
+    failures(daemon._store, 21, 1, time.time_ns())
+    until(lambda: ask(daemon._store, "SELECT id FROM failures") == [(21,)])
     daemon.stop()
-    assert "hours before 2026-11-29 16:00 were moved to an archive" in caplog.text
+    (warning,) = [one.getMessage() for one in caplog.records if "moved to an archive" in one.getMessage()]
+    assert "hours before 2026-11-29 16:00" in warning
+    assert warning.endswith("rows older than 72 h are deleted, archived or not")
 
 
 def test_rows_come_while_hours_are_moved(store: Store, archiving: Archiving, clock: Clock) -> None:
@@ -676,6 +681,58 @@ def test_only_files_of_the_time_asked_for_are_opened(
     with pytest.raises(query.QueryError, match=r"\.parquet") as caught:
         query.run_sql(store.cursor(), sql)
     assert "\n" not in str(caught.value)
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda content: content[: len(content) // 2],
+    "a page": lambda content: content[:9999] + bytes(9999) + content[19998:],
+    # Of which DuckDB names no file.
+    "the beginning of a page": lambda content: content[:8] + b"\xff" * 64 + content[72:],
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_file_that_was_damaged_is_named_with_what_to_do(
+    store: Store, tmp_path: Path, archiving: Archiving, start: Callable[..., Any], kind: str
+) -> None:
+    failures(store, 0, 5000, T0)
+    failures(store, 5000, 10, T0 + HOUR)
+    archiving.step()
+    archiving.step()
+    store.close()
+    path = archived(tmp_path / "archive")[0]
+    content = path.read_bytes()
+    served = start(
+        Served,
+        *("--dir", str(tmp_path / "rings"), "--store", str(store.path)),
+        *("--archive", str(tmp_path / "archive"), "--retention-hours", "0"),
+    )
+    daemon = client.Daemon(served.url)
+    sql = "SELECT count(DISTINCT t) FROM failures AS t"
+
+    def problems() -> list[str]:
+        return [one for one in daemon.status()["problems"] if "ARCHIVE" in one]
+
+    def ask(**parameters: Any) -> Any:
+        try:
+            return daemon.query("", sql, parameters)["rows"][0][0]
+        except client.DaemonError as error:
+            return str(error)
+
+    assert (ask(), problems()) == (5010, [])
+    path.write_bytes(DAMAGE[kind](content))
+    said = until(lambda: str(path) in str(answer := ask()) and answer)
+    assert "move it away" in said
+    assert "--since" in said
+    assert "\n" not in said
+    assert problems() == [f"ARCHIVE: {said}"]
+    assert ask(since=str(T0 + HOUR)) == 10, "other hours can be asked for"
+    path.write_bytes(content)
+    assert (ask(), problems()) == (5010, []), "a copy was put in its place"
+    path.unlink()
+    assert "gone from the archive; ask again" in ask()
+    until(lambda: ask() == 10 and not problems(), 20)
+    daemon.close()
 
 
 def test_of_a_request_only_files_of_its_time_are_opened(
