@@ -9,7 +9,8 @@
     POST /api/v1/query                {"name": …} or {"sql": …}, {"parameters": {…}}; JSON, or an Arrow stream
     GET  /api/v1/live                 one frame: window=, at=, where= (repeatable), label=
     GET  /api/v1/stream               frames from now on, one line each: the same but for at=, and refresh=
-    POST /api/v1/snapshot             {"path": …, "all": …}: a copy of the store that other programs may open
+    POST /api/v1/snapshot             {"path": …, "all": …}: a copy of the store that other programs may open;
+                                      while one is written, another gets a 503
     POST /api/v1/archive              {"path": …, "since": …, "until": …}: closed hours to a Parquet directory
     GET  /api/v1/labels               the windows that people named, with their notes
     POST /api/v1/labels               {"name": …, "kind": …, "since": …, "until": …, "note": …} or "remove"
@@ -17,21 +18,25 @@
 
 Errors are JSON, `{"error": one line, "hint": what to do}`. All input is untrusted: bodies are bounded
 and validated, queries run with limits on time, rows and bytes: named ones in worker threads, a user's own SQL
-in a process of its own, which is killed when it takes too much (docs/sql.md). A web page must not
+in a process of its own, which is killed when it takes too much (docs/sql.md). When a client closes its
+connection, what it asked is ended. A web page must not
 reach a daemon on loopback through its visitor's browser: the Host header has to be one of ours, an Origin
 too where there is one, and a POST has to be JSON, which a foreign page can't send without asking first.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 from collections.abc import Callable, Collection
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import anyio
+import duckdb
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -51,7 +56,6 @@ from kvscope.frame import Scope as FrameScope
 from kvscope.text import duration_ns, printable
 
 if TYPE_CHECKING:
-    import duckdb
     import pyarrow
 
 MAX_BODY_BYTES = 2 * query.MAX_SQL_BYTES
@@ -64,6 +68,8 @@ WRITES = 2
 """Changes of labels, and archives, that are written at once, beside the questions: the disk may be slow."""
 MIN_REFRESH_NS, MAX_REFRESH_NS = 200_000_000, 60_000_000_000
 """Between two frames of a stream."""
+INTERRUPT_S = 0.1
+"""How often a question is interrupted that nobody waits for any more, until it has ended."""
 MAX_WAITING = 32
 """Questions that may wait for a thread; beyond it a caller is told to come again."""
 
@@ -83,6 +89,9 @@ class Daemon(Watched, Protocol):
 
     def cursor(self) -> duckdb.DuckDBPyConnection:
         """A cursor of the store; the caller closes it."""
+
+    def explained(self, error: Exception) -> str:
+        """Why a question failed, with what to do where the archive is the reason."""
 
     def snapshot(self, path: Path, everything: bool = False) -> None: ...
 
@@ -153,7 +162,7 @@ def create_app(
             Route("/api/v1/requests/{id:path}", api.request),
             Route("/api/v1/queries", api.queries),
             Route("/api/v1/query", api.query, methods=["POST"]),
-            Route("/api/v1/live", api.live),
+            Route("/api/v1/live", api.frame),
             Route("/api/v1/stream", api.stream),
             Route("/api/v1/snapshot", api.snapshot, methods=["POST"]),
             Route("/api/v1/archive", api.archive, methods=["POST"]),
@@ -162,7 +171,7 @@ def create_app(
                 labels.endpoint(daemon, api.answer, api.written, _body, api.relabelled),
                 methods=["GET", "POST"],
             ),
-            *jaeger.routes(jaeger.Jaeger(daemon, api.not_stored, limits), api.answer),
+            *jaeger.routes(jaeger.Jaeger(api, api.not_stored, limits), api.answer),
         ],
         middleware=[Middleware(_Guard, hosts=None if hosts is None else frozenset(hosts))],
         exception_handlers={
@@ -175,6 +184,31 @@ def create_app(
     return app
 
 
+class _Client:
+    """Who waits for an answer."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self.gone = False
+        self.ends: list[Callable[[], object]] = []
+        """What ends what is done for it."""
+
+    async def watch(self, waiting: anyio.CancelScope) -> None:
+        """End all that once the client has gone."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.gone = True
+        waiting.cancel()
+        while True:  # between two queries an interrupt is lost
+            for end in tuple(self.ends):
+                end()
+            await anyio.sleep(INTERRUPT_S)
+
+
+_client: ContextVar[_Client] = ContextVar("client")
+"""Of the request that is being answered, in its worker thread too."""
+
+
 class _Api:
     def __init__(self, daemon: Daemon, limits: query.Limits, sql_memory_mb: int) -> None:
         self._daemon = daemon
@@ -183,6 +217,7 @@ class _Api:
         self._own_sql = anyio.CapacityLimiter(OWN_SQL)
         self._threads = anyio.CapacityLimiter(THREADS)
         self._writes = anyio.CapacityLimiter(WRITES)
+        self._snapshot = anyio.Lock()
         self._scrapes = anyio.CapacityLimiter(1)
         self._frames = anyio.CapacityLimiter(THREADS)
         self._view = LiveView(daemon, limits)
@@ -199,13 +234,28 @@ class _Api:
         """Requests that the store does not have (yet); from a worker thread."""
         return self._view.requests()
 
+    def live(self) -> list[dict[str, Any]]:
+        """Rows of `requests` of those in flight."""
+        return self._daemon.live()
+
+    def cursor(self) -> duckdb.DuckDBPyConnection:
+        """A cursor of the store, for the thread of a question: it is interrupted if the client goes."""
+        cursor = self._daemon.cursor()
+
+        def interrupt() -> None:
+            with contextlib.suppress(duckdb.Error):  # it is closed
+                cursor.interrupt()
+
+        _client.get().ends.append(interrupt)
+        return cursor
+
     def relabelled(self) -> None:
         """Requests may count as of other labels from now on."""
         self._view.relabelled()
 
     async def answer(self, work: Callable[[], object]) -> Response:
         """JSON of what `work` returns in a worker thread."""
-        return await self._in_thread(lambda: _json(work()))
+        return await self._asked(lambda: _json(work()))
 
     async def written(self, work: Callable[[], object]) -> Response:
         """As `answer`, of what may take longer; questions don't wait behind it."""
@@ -229,12 +279,12 @@ class _Api:
 
         def answer() -> Response:
             # Those in flight first: one that is stored in between is seen twice and shown once, not missed.
-            live = self._daemon.live()
-            with contextlib.closing(self._daemon.cursor()) as cursor:
+            live = self.live()
+            with contextlib.closing(self.cursor()) as cursor:
                 found = lookup.list_requests(cursor, live, listing, self._limits.seconds)
             return _json({"requests": found})
 
-        return await self._in_thread(answer)
+        return await self._asked(answer)
 
     async def request(self, request: Request) -> Response:
         text = request.path_params["id"]
@@ -242,11 +292,11 @@ class _Api:
             raise UsageError(f"an id has 1 to {MAX_ID_CHARACTERS} characters")
 
         def answer() -> Response:
-            live = self._daemon.live()
-            with contextlib.closing(self._daemon.cursor()) as cursor:
+            live = self.live()
+            with contextlib.closing(self.cursor()) as cursor:
                 return _json(lookup.look_up(cursor, live, text, self._limits.seconds))
 
-        return await self._in_thread(answer)
+        return await self._asked(answer)
 
     async def queries(self, request: Request) -> Response:
         return _json(
@@ -275,7 +325,7 @@ class _Api:
             sql = query.checked(body.name, body.parameters).sql
             # Those in flight first: one that is stored in between is seen twice and counted once.
             live = self._view.requests()
-            with contextlib.closing(self._daemon.cursor()) as cursor:
+            with contextlib.closing(self.cursor()) as cursor:
                 if arrow:
                     return _arrow(*query.run_arrow(cursor, sql, body.parameters, self._limits, live))
                 found = query.run_sql(cursor, sql, body.parameters, self._limits, live)
@@ -283,15 +333,17 @@ class _Api:
 
         def own() -> Response:
             live = self._view.requests()
-            found = self._sandbox.run(self._daemon.cursor(), body.sql, body.parameters, live, arrow)
+            cursor = self.cursor()
+            _client.get().ends.append(lambda: self._sandbox.stop(cursor))
+            found = self._sandbox.run(cursor, body.sql, body.parameters, live, arrow)
             response = _response(found.content, ARROW if arrow else "application/json")
             response.headers[query.TRUNCATED] = "true" if found.truncated else "false"
             return response
 
         # A user's own SQL waits for its like, not before the named questions.
-        return await (self._in_thread(named) if body.name else self._in_thread(own, self._own_sql))
+        return await (self._asked(named) if body.name else self._asked(own, self._own_sql))
 
-    async def live(self, request: Request) -> Response:
+    async def frame(self, request: Request) -> Response:
         scope, _ = _scope(request)
         # Beside the questions: a new scope may have to wait for its figures.
         return await self._in_thread(lambda: _json(self._view.frame(scope)), self._frames)
@@ -311,10 +363,16 @@ class _Api:
             raise UsageError("a snapshot needs an absolute path that ends in .duckdb")
 
         def answer() -> Response:
-            self._daemon.snapshot(path, body.all)
+            try:
+                self._daemon.snapshot(path, body.all)
+            except KvscopeError as error:
+                raise KvscopeError(self._daemon.explained(error)) from None
             return _json({"path": str(path)})
 
-        return await self._in_thread(answer)
+        if self._snapshot.locked():
+            raise HTTPException(503, "a snapshot is being written; take another when that is done")
+        async with self._snapshot:
+            return await in_thread(answer)  # beside the questions: it may take minutes
 
     async def archive(self, request: Request) -> Response:
         body = await _body(request, ArchiveBody)
@@ -322,6 +380,32 @@ class _Api:
         if not path.is_absolute() or not body.path.isprintable():
             raise UsageError("an archive needs the absolute path of a directory")
         return await self.written(lambda: self._daemon.archive(path, body.since, body.until))
+
+    async def _asked(
+        self, work: Callable[[], Response], limiter: anyio.CapacityLimiter | None = None
+    ) -> Response:
+        """As `_in_thread`, until the client goes."""
+        client = _client.get()
+        gone = KvscopeError("the client has gone")
+
+        def answer() -> Response:
+            try:
+                return work()
+            except Exception as error:
+                if client.gone:  # no fault, however what was interrupted calls it
+                    raise gone from None
+                said = self._daemon.explained(error) if isinstance(error, query.QueryError) else ""
+                if said not in ("", str(error)):
+                    raise KvscopeError(said) from None
+                raise
+
+        with anyio.CancelScope() as waiting:  # for a thread; what runs in one is waited for
+            watching = asyncio.create_task(client.watch(waiting))
+            try:
+                return await self._in_thread(answer, limiter)
+            finally:
+                watching.cancel()
+        raise gone
 
     async def _in_thread(
         self, work: Callable[[], Response], limiter: anyio.CapacityLimiter | None = None
@@ -340,6 +424,7 @@ class _Guard:
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _client.set(_Client(receive))
         if scope["type"] == "http" and self._hosts is not None:
             request = Request(scope)
             host = _host_name("//" + request.headers.get("host", ""))

@@ -22,8 +22,9 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import IO, NamedTuple
 
+import duckdb
 import msgspec
 import pyarrow
 
@@ -33,9 +34,6 @@ from kvscope.collectors import sandboxed
 from kvscope.errors import KvscopeError
 from kvscope.selection import Selection
 from kvscope.text import printable, span
-
-if TYPE_CHECKING:
-    import duckdb
 
 COMMAND = (sys.executable, "-m", sandboxed.__name__)
 START_S = 60.0
@@ -83,6 +81,7 @@ class Sandbox:
         self._reserve: Future[_Child] | None = None
         self._idle: threading.Timer | None = None
         self._children: set[_Child] = set()
+        self._running: dict[duckdb.DuckDBPyConnection, _Child] = {}
         self._closed = False
 
     def run(
@@ -109,13 +108,23 @@ class Sandbox:
                 raise query.QueryRefused(f"the SQL text is longer than {query.MAX_SQL_BYTES // 1024} KiB")
             selection = query.selected(query.resolved(cursor, parameters))
             child = self._take()
+            with self._lock:
+                self._running[cursor] = child
             try:
                 with query.reading(cursor, self._limits.seconds, selection, live):
                     return self._converse(child, cursor, self._job(sql, parameters, selection, arrow))
             finally:
+                with self._lock:
+                    del self._running[cursor]
                 if not child.answered:
                     child.end()
                 self._give_back(child)
+
+    def stop(self, cursor: duckdb.DuckDBPyConnection) -> None:
+        """End the query that was given this cursor, if it runs; from any thread."""
+        with self._lock:
+            if (child := self._running.get(cursor)) is not None:
+                child.kill()
 
     def close(self) -> None:
         """End all processes; queries that run fail. No more are answered."""
@@ -242,7 +251,7 @@ class Sandbox:
         reader = cursor.sql(f"SELECT {columns} FROM {table.name}").to_arrow_reader(BATCH_ROWS)
         sent = 0
         with pyarrow.ipc.new_stream(pyarrow.PythonFile(sink, "w"), reader.schema) as writer:
-            for batch in reader:
+            for batch in _batches(reader):
                 sent += batch.nbytes
                 if shipped + sent > most:
                     raise query.QueryError(
@@ -252,6 +261,19 @@ class Sandbox:
                 writer.write_batch(batch)
         sink.flush()
         return sent
+
+
+def _batches(reader: pyarrow.RecordBatchReader) -> Iterator[pyarrow.RecordBatch]:
+    """What DuckDB reads for an Arrow stream, and its own complaint where it can't."""
+    while True:
+        try:
+            batch = reader.read_next_batch()
+        except StopIteration:
+            return
+        except (pyarrow.ArrowException, OSError) as error:
+            kind = duckdb.InterruptException if "INTERRUPT Error" in str(error) else duckdb.Error
+            raise kind(str(error)) from None
+        yield batch
 
 
 class _Child:
@@ -347,7 +369,7 @@ class _Child:
             took = span(round(self._out_of_time_s * 1e9))
             return f"the query was killed after {took}: it did not stop when told to; ask for less at a time"
         if self._killed:
-            return "the query was stopped because the daemon is stopping"
+            return "the query was stopped because the daemon is stopping, or nobody waits for its answer"
         if code is None:
             return "the query's process does not answer as it should; write the query in another way"
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"

@@ -151,7 +151,7 @@ def of_step(name: str, connector: str | None) -> Advice:
 
 
 def verdict(request: Row, as_of_ns: int | None = None) -> str:
-    """Why this request was slow, or what it waits for, in a sentence or two; empty where nothing is known.
+    """Why this request was slow, or what it waits for, in a sentence or two; empty where that is not known.
 
     Args:
         request: a row of `requests`.
@@ -159,6 +159,8 @@ def verdict(request: Row, as_of_ns: int | None = None) -> str:
     """
     spent = {step: request.get(step.column) or 0 for step in steps.STEPS if step.in_ttft}
     total = sum(spent.values())
+    if untold(request):
+        return ""
     if request.get("ttft_ns") is None:
         return _unfinished(request, total, as_of_ns)
     if not total:
@@ -190,6 +192,11 @@ def verdict(request: Row, as_of_ns: int | None = None) -> str:
     if request.get("read_after_expiry"):
         said.append("Its KV was read after P had given it back: the answer may be wrong.")
     return " ".join(said)
+
+
+def untold(request: Row) -> bool:
+    """Whether it had a first token that its source does not tell of: vLLM's logs don't; an event was lost."""
+    return request.get("ttft_ns") is None and request.get("outcome") == "finished"
 
 
 def _unfinished(request: Row, known_ns: int, as_of_ns: int | None) -> str:

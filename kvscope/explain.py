@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvscope import steps
-from kvscope.advice import verdict
+from kvscope.advice import untold, verdict
 from kvscope.text import ms, printable, shortened, size, span, table, utc
 from kvscope.waterfall import Line, waterfall
 
@@ -60,10 +60,13 @@ def answer(request: Row) -> str:
     total = request.get("ttft_ns")
     covered = sum(spent.values())
     if total is None:
-        state = f"no first token ({_state(request)}); known so far"
+        state = f"no first token ({_state(request)})"
+        if untold(request):
+            state = f"{_state(request)}, but what was recorded or imported tells of no first token"
         total = covered
         if not covered:
-            return f"no first token ({_state(request)}); nothing of its time was observed"
+            return f"{state}; nothing of its time was observed"
+        state += "; known so far"
     else:
         state = ""
     classes = {
@@ -347,9 +350,9 @@ def _prediction_notes(request: Row) -> Iterator[str]:
         if request.get(column) is not None:
             change = request[column] - ttft
             yield (
-                f"prediction, not validated: {connector} would have taken {ms(request[column])} ms "
-                f"({'+' if change > 0 else '-'}{ms(abs(change))}), assuming {assumption} "
-                "and all else unchanged"
+                f"prediction (how far off: docs/whatif.md): {connector} would have taken "
+                f"{ms(request[column])} ms ({'+' if change > 0 else '-'}{ms(abs(change))}), "
+                f"assuming {assumption} and all else unchanged"
             )
 
 

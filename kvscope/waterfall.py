@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvscope import steps
+from kvscope.advice import untold
 from kvscope.text import ms
 
 Row = Mapping[str, Any]
@@ -182,7 +183,7 @@ def _summary(request: Row, found: Sequence[Interval], columns: Sequence[_Column]
     if any(i.shorter_than_error for i in found):
         lines.append([(indent + "! shorter than the clocks' error: its length is not known", "warn")])
     covered = sum(i.ns for i in found if i.critical and i.step.in_ttft and not i.open)
-    verdict, style = _sum_verdict(covered, request.get("ttft_ns"))
+    verdict, style = _sum_verdict(covered, request)
     total = f"{ms(covered):>{_COLUMNS['ms'].width}}"
     text = f"{indent}{_SUM} {total}" if first else f"{'':{before}}{total} {_SUM}"
     lines.append([(text + verdict, style)])
@@ -193,9 +194,10 @@ def _summary(request: Row, found: Sequence[Interval], columns: Sequence[_Column]
     return lines
 
 
-def _sum_verdict(covered: int, ttft: int | None) -> Span:
+def _sum_verdict(covered: int, request: Mapping[str, Any]) -> Span:
+    ttft = request.get("ttft_ns")
     if ttft is None:
-        return "; no first token", "dim"
+        return "; TTFT is not known" if untold(request) else "; no first token", "dim"
     if covered == ttft:
         return " = TTFT", "dim"
     return f", but TTFT is {ms(ttft)}: a fault of kvscope, please report it", "bad"

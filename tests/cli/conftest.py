@@ -26,6 +26,9 @@ from kvscope.samples import Sample
 
 from . import rows
 
+LIMIT_S = 4.0
+"""Of a question."""
+
 
 class FakeDaemon:
     """What the API asks of the daemon, over a database in memory."""
@@ -62,6 +65,9 @@ class FakeDaemon:
 
     def cursor(self) -> duckdb.DuckDBPyConnection:
         return self.connection.cursor()
+
+    def explained(self, error: Exception) -> str:
+        return str(error)
 
     def snapshot(self, path: Path, everything: bool = False) -> None:
         self.snapshots.append(path)
@@ -144,7 +150,7 @@ def status(**changes: Any) -> dict[str, Any]:
 def server() -> Iterator[tuple[FakeDaemon, str]]:
     daemon = FakeDaemon()
     listener = socket.create_server(("127.0.0.1", 0))
-    app = create_app(daemon, query.Limits(rows=100, bytes=200_000, seconds=4.0))
+    app = create_app(daemon, query.Limits(rows=100, bytes=200_000, seconds=LIMIT_S))
     api = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     thread = threading.Thread(target=api.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

@@ -428,7 +428,7 @@ def leads(tables: Tables) -> list[Row]:
 
 def reuse(tables: Tables) -> list[Row]:
     cost = {}
-    for (engine,), rows in groups(tables["requests"], "p_engine").items():
+    for key, rows in groups(tables["requests"], "label", "p_engine", "model").items():
         computed = [
             (
                 r["prefill_compute_ns"],
@@ -437,16 +437,17 @@ def reuse(tables: Tables) -> list[Row]:
             for r in rows
             if r["prefill_compute_ns"]
         ]
-        cost[engine] = percentile((ns / count for ns, count in computed if count > 0), 0.5)
+        cost[key] = [ns / count for ns, count in computed if count > 0]
     answer = []
     offered = [r for r in tables["requests"] if r["reuse_outcome"] is not None]
-    for key, rows in groups(offered, "label", "reuse_outcome", "p_engine").items():
+    for key, rows in groups(offered, "label", "reuse_outcome", "p_engine", "model").items():
         added = {r["id"]: sum(r[s.column] or 0 for s in IN_TTFT if ".reuse_" in s.name) for r in rows}
-        pulled = [r for r in rows if (r["reuse_pulled_tokens"] or 0) > 0]
-        per_token = cost[key[2]]
+        pulled = [r for r in rows if r["reuse_outcome"] == "pulled"]
+        costs = cost[key[0], key[2], key[3]]
+        per_token = percentile(costs, 0.5)
         assert per_token is not None
         answer.append(
-            dict(zip(("label", "reuse_outcome", "p_engine"), key, strict=True))
+            dict(zip(("label", "reuse_outcome", "p_engine", "model"), key, strict=True))
             | {
                 "requests": len(rows),
                 "offered_tokens": total(column(rows, "reuse_offered_tokens")),
@@ -457,6 +458,7 @@ def reuse(tables: Tables) -> list[Row]:
                 "p50_ttft_ms": ms(percentile(column(rows, "ttft_ns"), 0.5)),
                 "mean_wait_added_ms": ms(mean(added.values())),
                 "us_per_token": per_token / 1e3,
+                "cost_requests": len(costs),
                 "mean_net_benefit_ms": ms(
                     mean(r["reuse_pulled_tokens"] * per_token - added[r["id"]] for r in pulled)
                 ),

@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from kvscope.collectors import api
 from kvscope.errors import KvscopeError
 from kvscope.frame import Frame, Scope
 
+from ..collectors.collecting import until
 from . import rows
-from .conftest import FakeDaemon
+from .conftest import LIMIT_S, FakeDaemon
 
 
 def is_one_line(response: httpx.Response) -> bool:
@@ -256,6 +258,50 @@ def test_a_caller_that_leaves_in_mid_body_harms_nothing(http: httpx.Client, url:
                 b"Content-Length: 100\r\n\r\n{"
             )
     assert http.get("/healthz").is_success
+
+
+def test_questions_end_when_their_clients_go(
+    http: httpx.Client, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = query.questions()["ttft"]._replace(
+        sql="SELECT count(*) FROM range(1000000) a, range(1000000) b WHERE a.range > b.range"
+    )
+    begun: list[float] = []
+    monkeypatch.setattr(query, "checked", lambda *_: begun.append(time.monotonic()) or slow)
+    host, port = url.removeprefix("http://").split(":")
+    connections = [socket.create_connection((host, int(port))) for _ in range(2 * api.THREADS)]
+    for connection in connections:
+        connection.sendall(
+            b"POST /api/v1/query HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b'Content-Length: 16\r\n\r\n{"name": "ttft"}'
+        )
+    until(lambda: len(begun) == api.THREADS)
+    for connection in connections:
+        connection.close()
+    assert http.get("/api/v1/requests").is_success
+    assert time.monotonic() - begun[0] < LIMIT_S - 1, "it did not wait for their limit"
+    assert len(begun) == api.THREADS, "nor was asked what nobody waits for any more"
+
+
+def test_one_snapshot_at_a_time_and_no_question_waits_for_it(
+    http: httpx.Client, url: str, daemon: FakeDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = threading.Event()
+    monkeypatch.setattr(daemon, "snapshot", lambda path, everything: written.wait(60))
+    body = {"path": str(tmp_path / "copy.duckdb")}
+    with ThreadPoolExecutor(api.THREADS) as pool:
+        asked = [
+            pool.submit(httpx.post, f"{url}/api/v1/snapshot", json=body, timeout=60)
+            for _ in range(api.THREADS)
+        ]
+        try:
+            assert http.get("/api/v1/requests").is_success
+            until(lambda: sum(one.done() for one in asked) == api.THREADS - 1)
+        finally:
+            written.set()
+    answers = [one.result() for one in asked]
+    assert sorted(answer.status_code for answer in answers) == [200, *[503] * (api.THREADS - 1)]
+    assert all(is_one_line(answer) for answer in answers if answer.status_code == 503)
 
 
 # --- live ----------------------------------------------------------------------------------------

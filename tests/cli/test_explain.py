@@ -59,6 +59,16 @@ def test_the_answer_in_one_line() -> None:
     assert answer(nothing) == "no first token (lost, in prefill.frontend); nothing of its time was observed"
 
 
+def test_of_a_source_without_first_tokens_it_is_said_that_it_tells_none() -> None:
+    imported = rows.request(60, ("prefill.queue", 0, 4), ("prefill.compute", 4, 60), first_token=False)
+    assert answer(imported).startswith(
+        "finished, but what was recorded or imported tells of no first token; known so far 60.0 ms: 60.0 comp"
+    )
+    nothing = rows.request(61, first_token=False)
+    assert answer(nothing).endswith("tells of no first token; nothing of its time was observed")
+    assert "No first token" not in explain({"request": imported}), "it had one"
+
+
 @pytest.mark.parametrize(
     "row", [*rows.STORED, rows.LIVE], ids=lambda row: row["client_id"][:8].encode().hex()
 )
@@ -112,7 +122,7 @@ def test_a_row_alone_is_enough() -> None:
         (rows.RECOMPUTED, "failure transfer_failed (engine-p) in engine-d"),
         (
             rows.PULL,
-            "prediction, not validated: push would have taken 90.000 ms (-9.750), assuming D registered",
+            "push would have taken 90.000 ms (-9.750), assuming D registered",
         ),
         (rows.PULL, "lease on P rank 0: released after 40 ms, 30.0 s before its deadline, 2 renewals"),
         ({**rows.PULL, "clamped_ns": 2_000_000}, "out of order by 2.000 ms"),

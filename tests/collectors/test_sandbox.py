@@ -6,9 +6,11 @@ import errno
 import json
 import os
 import re
+import socket
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +23,7 @@ import pyarrow
 import pytest
 
 from kvscope import query, storefile
-from kvscope.collectors import sandbox
+from kvscope.collectors import api, sandbox
 from kvscope.collectors.sandbox import Sandbox
 from kvscope.demo.simulate import Fleet
 from kvscope.errors import KvscopeError
@@ -331,6 +333,23 @@ def test_a_process_that_is_killed_costs_its_own_query_only(tmp_path: Path, start
         reply = asked.result()
     assert (reply.status, "SIGKILL" in reply.answer["error"]) == (400, True)
     assert post(served.url, sql="SELECT 3").answer["rows"] == [[3]]
+
+
+def test_a_query_ends_when_its_client_goes(tmp_path: Path, start: Callable[..., Any]) -> None:
+    flags = ("--dir", str(tmp_path / "rings"), "--store", str(tmp_path / "s.duckdb"), "--sql-seconds", "300")
+    served = start(Served, *flags)
+    place = urllib.parse.urlsplit(served.url)
+    body = json.dumps({"sql": ENDLESS})
+    head = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    connections = [socket.create_connection((place.hostname, place.port)) for _ in range(4)]
+    for connection in connections:
+        connection.sendall(f"POST /api/v1/query HTTP/1.1\r\n{head}\r\n\r\n{body}".encode())
+    busy = until(lambda: len(found := at_work(served)) == api.OWN_SQL and found)
+    for connection in connections:
+        connection.close()
+    until(lambda: all(map(has_ended, busy)))
+    assert post(served.url, sql="SELECT 41 + 1").answer["rows"] == [[42]], "none holds its place"
+    until(lambda: at_work(served) == [])
 
 
 # --- answers ---------------------------------------------------------------------------------------
