@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 from kvscope.analysis import intervals, traffic
 from kvscope.analysis.intervals import BY_NAME, MEASURES, STATISTICS, Estimate, Shift
-from kvscope.analysis.paging import Source, ask
+from kvscope.analysis.paging import Source, ask, of_one_label
 from kvscope.client import StoreFile, opened
 from kvscope.errors import KvscopeError, UsageError
 from kvscope.filters import parse_filter
@@ -205,7 +205,7 @@ def sided(source: Source, one: Side) -> Sided:
             f"{printable(one.text)[:80]}: no request with a first token; `kvscope requests` lists what "
             "there is"
         )
-    row = next((row for row in found if row["label"] == ""), found[0])
+    row = of_one_label(found)
     row["connectors"] = _shares(row["connectors"])
     row["engines"] = sorted(name for name in row["engines"] if name)
     work = Workload(**row)

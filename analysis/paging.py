@@ -66,19 +66,20 @@ def add_window_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def moments(source: Source, arguments: argparse.Namespace) -> tuple[int | None, int | None]:
-    """Since and until as Unix nanoseconds; None where not given. The source knows those of named windows.
+def moments(
+    source: Source, since: str | None, until: str | None, now_ns: int | None = None
+) -> tuple[int | None, int | None]:
+    """Unix nanoseconds of both; None where not given. The source knows those of named windows.
 
     Raises:
         UsageError: one is no moment, or they are in the wrong order.
     """
-    sources.apply_during(arguments)
-    given = {name: text for name in ("since", "until") if (text := getattr(arguments, name))}
+    given = {name: text for name, text in (("since", since), ("until", until)) if text}
     if any(text.strip().startswith("@") for text in given.values()):
         (row,) = ask(source, "SELECT $since AS since, $until AS until, count(*) FROM requests", given)
         since_ns, until_ns = (int(row[name]) if name in given else None for name in ("since", "until"))
     else:
-        since_ns, until_ns = (moment_ns(given.get(name), name=name) for name in ("since", "until"))
+        since_ns, until_ns = (moment_ns(given.get(name), now_ns, name) for name in ("since", "until"))
     if since_ns is not None and until_ns is not None and since_ns >= until_ns:
         raise UsageError("since is not before until; turn them round")
     return since_ns, until_ns
@@ -91,8 +92,10 @@ def window(source: Source, arguments: argparse.Namespace) -> Window:
         KvscopeError: there is no request in it.
         UsageError: an argument is wrong.
     """
+    sources.apply_during(arguments)
     parameters: dict[str, str | Sequence[str]] = {}
-    for name, at_ns in zip(("since", "until"), moments(source, arguments), strict=True):
+    both = moments(source, arguments.since, arguments.until)
+    for name, at_ns in zip(("since", "until"), both, strict=True):
         if at_ns is not None:
             parameters[name] = str(at_ns)
     if arguments.where:
@@ -109,15 +112,31 @@ def window(source: Source, arguments: argparse.Namespace) -> Window:
     if not found:
         about = "" if arguments.label is None else f" of label {printable(arguments.label)[:40]!r}"
         raise KvscopeError(f"no request{about} in this window; `kvscope requests` lists what there is")
-    chosen = next((row for row in found if row["label"] == ""), found[0])
+    chosen = of_one_label(found)
     return Window(
         chosen["first_ns"], chosen["last_ns"] + 1, chosen["label"], tuple(arguments.where), chosen["requests"]
     )
 
 
+def of_one_label(found: Sequence[Row]) -> Row:
+    """Of rows by label, the most frequent first: what something is about where nobody named a label. That is
+    production, or the most frequent where production has none."""
+    return next((row for row in found if row["label"] == ""), found[0])
+
+
 def ask(source: Source, sql: str, parameters: Parameters) -> list[Row]:
-    """The rows that a SELECT gives, by names."""
-    return _rows(source.query("", sql, parameters))
+    """The rows that a SELECT gives, by names.
+
+    Raises:
+        KvscopeError: they are more than an answer may hold.
+    """
+    answer = source.query("", sql, parameters)
+    if answer["truncated"]:
+        raise KvscopeError(
+            "an answer was cut, and figures would be of a part; ask for a smaller window, or raise the "
+            "daemon's limits (sql_rows, sql_bytes)"
+        )
+    return _rows(answer)
 
 
 def requests(source: Source, about: Window, columns: Sequence[str] = ()) -> Iterator[list[Row]]:

@@ -2,20 +2,20 @@
 
 Reading tokens back spares P their prefill, at P's own median cost per computed token of that model, and adds
 the time in the prefill.reuse_* steps on the critical path. The difference, an estimate, is the net benefit.
+The question `reuse` defines them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from kvscope import steps
-from kvscope.analysis.paging import OVER, Row, Source, ask
+from kvscope import query
+from kvscope.analysis.paging import OVER, Row, Source, Window, ask
 from kvscope.errors import UsageError
 from kvscope.text import printable
 
 MIN_TURNS = 20
-"""A threshold or TTL is favoured, and a cost per token used, from so many turns or requests on."""
+"""A threshold or TTL is favoured from so many turns on."""
 ENOUGH_OF_BEST = 0.95
 """The favoured TTL is the shortest that keeps this part of the most net benefit."""
 THRESHOLDS = (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -25,10 +25,8 @@ TTLS_S = (1, 2, 5, 10, 15, 30, 60, 120, 240, 480, 900, 1800, 3600)
 PAUSES_S = (1, 5, 15, 60, 300, 900, 3600)
 """Bounds of the bars of the distribution of pauses."""
 
-_REUSE_WAIT = " + ".join(
-    f"coalesce({s.column}, 0)" for s in steps.STEPS if s.name.startswith("prefill.reuse_")
-)
-_COMPUTED = "(prompt_tokens - coalesce(p_cached_tokens, 0) - coalesce(reuse_pulled_tokens, 0))"
+_PRICED = query.questions()["reuse"].sql.rpartition("\nSELECT\n")[0]
+"""A WITH clause: `priced`, requests with what reading back spared and added, of which `reuse` is the sum."""
 
 LIST_COLUMNS = {
     "session": "Id of its first request",
@@ -53,47 +51,23 @@ LIST_COLUMNS = {
 """Of the list of conversations; all can be sorted by."""
 
 
-class Scope(NamedTuple):
-    """The turns that are asked about."""
-
-    parameters: dict[str, str | Sequence[str]]
-    until_ns: int | None
-    """Not among the parameters: leases of the last turns begin later."""
-    label: str
+def parameters(about: Window) -> dict[str, Any]:
+    """Of a query about conversations. The end of the window is a condition of requests alone: leases of the
+    last turns begin later."""
+    return {name: value for name, value in about.parameters().items() if name != "until"}
 
 
-def choose(source: Source, parameters: dict[str, str | Sequence[str]], until_ns: int | None) -> Scope | None:
-    """Production, or the most frequent label where that has no requests; None where there is none at all."""
-    found = ask(
-        source,
-        f"SELECT coalesce(label, '') AS label, count(*) AS requests FROM requests WHERE {_before(until_ns)} "
-        "GROUP BY 1 ORDER BY requests DESC, label LIMIT 1000",
-        parameters,
-    )
-    if not found:
-        return None
-    label = next((row["label"] for row in found if not row["label"]), found[0]["label"])
-    return Scope({**parameters, "label": label}, until_ns, label)
+def _ask(source: Source, about: Window, sql: str) -> list[Row]:
+    """The rows of a SELECT from `turns` or `valued`."""
+    return ask(source, valued_sql(about.until_ns) + sql, parameters(about))
 
 
-def _before(until_ns: int | None) -> str:
-    return OVER if until_ns is None else f"{OVER} AND arrived_at_ns < {int(until_ns)}"
-
-
-def _turns(scope: Scope) -> str:
-    """A WITH clause: `turns`, a row per turn of a conversation: what it gained and what D kept after it."""
-    return f"""
-WITH asked AS (
-    SELECT *, {_COMPUTED} AS computed FROM requests WHERE {_before(scope.until_ns)}
-), cost AS (
-    SELECT
-        p_engine, coalesce(model, '') AS model, count(*) AS requests,
-        quantile_cont(prefill_compute_ns / computed, 0.5) AS ns_per_token
-    FROM asked
-    WHERE p_engine IS NOT NULL AND prefill_compute_ns > 0 AND computed > 0
-    GROUP BY ALL
-    HAVING count(*) >= {MIN_TURNS}
-), sizes AS (
+def valued_sql(until_ns: int | None = None) -> str:
+    """A WITH clause: `turns`, a row per turn of a conversation: what it gained and what D kept after it; and
+    `valued`, of those for which KV was kept, what reading it back gained or would have gained."""
+    over = OVER if until_ns is None else f"{OVER} AND arrived_at_ns < {until_ns}"
+    priced = _PRICED.replace("FROM requests", f"FROM (SELECT * FROM requests WHERE {over})")
+    return f"""{priced}, sizes AS (
     SELECT engine, max(TRY_CAST(fingerprint->>'block_size' AS BIGINT)) AS block_size
     FROM engines
     GROUP BY engine
@@ -108,14 +82,13 @@ WITH asked AS (
     SELECT
         a.*,
         arrived_at_ns + ttft_ns + decode_generate_ns AS end_ns,
-        {_REUSE_WAIT} AS reuse_wait_ns,
         lead(a.turn) OVER w AS next_turn,
         lead(arrived_at_ns) OVER w AS next_arrived_ns,
         lead(coalesce(reuse_pulled_tokens, 0)) OVER w AS next_pulled_tokens,
         lag(a.turn) OVER w AS last_turn,
         lag(arrived_at_ns + ttft_ns + decode_generate_ns) OVER w AS last_end_ns,
         lag(d_engine) OVER w AS last_d_engine
-    FROM asked AS a
+    FROM priced AS a
     WHERE session IS NOT NULL
     WINDOW w AS (PARTITION BY session ORDER BY turn, arrived_at_ns, id)
 ), turns AS (
@@ -125,10 +98,7 @@ WITH asked AS (
             greatest(arrived_at_ns - last_end_ns, 0)
         END AS pause_ns,
         last_turn = c.turn - 1 AND last_d_engine != d_engine AS changed_d,
-        cost.ns_per_token,
-        cost.requests AS cost_requests,
-        CASE WHEN reuse_outcome = 'pulled' THEN reuse_pulled_tokens * ns_per_token END AS saved_ns,
-        CASE WHEN reuse_outcome = 'pulled' THEN reuse_wait_ns END AS wait_ns,
+        CASE WHEN reuse_outcome = 'pulled' THEN added_ns END AS wait_ns,
         CASE
             WHEN reuse_outcome = 'pulled' THEN reuse_pulled_tokens
             WHEN reuse_outcome IN ('below threshold', 'expired') AND reuse_offered_tokens IS NOT NULL THEN
@@ -156,22 +126,47 @@ WITH asked AS (
             ELSE 0 END
         END AS used_blocks
     FROM chained AS c
-    LEFT JOIN cost ON cost.p_engine = c.p_engine AND cost.model = coalesce(c.model, '')
     LEFT JOIN kept AS k ON k.request_id = c.id AND k.engine = c.d_engine
     LEFT JOIN sizes ON sizes.engine = c.d_engine
-)"""
+), fit AS (
+    -- The wait that reading back would have added where it was not done: a line through those where it was.
+    SELECT
+        p_engine,
+        model,
+        CASE WHEN count(DISTINCT wanted_tokens) > 1 THEN regr_intercept(wait_ns, wanted_tokens)
+        ELSE avg(wait_ns) END AS base_ns,
+        CASE WHEN count(DISTINCT wanted_tokens) > 1 THEN regr_slope(wait_ns, wanted_tokens)
+        ELSE 0 END AS slope_ns
+    FROM turns
+    WHERE net_ns IS NOT NULL
+    GROUP BY p_engine, model
+), valued AS (
+    SELECT
+        reuse_outcome,
+        wanted_tokens,
+        pause_ns,
+        ttft_ns,
+        coalesce(
+            t.net_ns, wanted_tokens * ns_per_token - greatest(base_ns + slope_ns * wanted_tokens, 0)
+        ) AS net_ns
+    FROM turns AS t
+    JOIN fit AS f ON f.p_engine = t.p_engine AND f.model IS NOT DISTINCT FROM t.model
+    WHERE wanted_tokens > 0 AND ns_per_token IS NOT NULL
+)
+"""
 
 
-def overall(source: Source, scope: Scope) -> Row:
+def overall(source: Source, about: Window) -> Row:
     """Sums over all conversations; None is "not known"."""
     bars = ", ".join(
         f"count(*) FILTER (pause_ns >= {low}::BIGINT * 1000000000"
         + (f" AND pause_ns < {high}::BIGINT * 1000000000)" if high else ")")
         for low, high in zip((0, *PAUSES_S), (*PAUSES_S, 0), strict=True)
     )
-    (row,) = ask(
+    (row,) = _ask(
         source,
-        f"""{_turns(scope)}
+        about,
+        f"""
 SELECT
     count(DISTINCT session) AS conversations,
     count(*) AS turns,
@@ -185,8 +180,9 @@ SELECT
     count(*) FILTER (reuse_outcome = 'pulled') AS pulled_turns,
     sum(saved_ns)::BIGINT AS saved_ns,
     sum(wait_ns) FILTER (saved_ns IS NOT NULL)::BIGINT AS wait_ns,
-    sum(saved_ns - wait_ns)::BIGINT AS net_ns,
-    count(*) FILTER (saved_ns < wait_ns) AS turns_at_a_loss,
+    sum(net_ns)::BIGINT AS net_ns,
+    count(*) FILTER (net_ns < 0) AS turns_at_a_loss,
+    min(cost_requests) FILTER (saved_ns IS NOT NULL) AS cost_requests,
     min(ns_per_token) AS least_ns_per_token,
     max(ns_per_token) AS most_ns_per_token,
     count(armed_ns) AS leases,
@@ -206,18 +202,17 @@ SELECT
     END AS overslept,
     [{bars}] AS pause_counts
 FROM turns""",
-        scope.parameters,
     )
     return row
 
 
-def outcomes(source: Source, scope: Scope) -> dict[str, int]:
+def outcomes(source: Source, about: Window) -> dict[str, int]:
     """Turns by what became of the KV that D had kept for them."""
-    found = ask(
+    found = _ask(
         source,
-        f"{_turns(scope)} SELECT reuse_outcome AS outcome, count(*) AS turns FROM turns "
+        about,
+        "SELECT reuse_outcome AS outcome, count(*) AS turns FROM turns "
         "WHERE reuse_outcome IS NOT NULL GROUP BY 1 ORDER BY turns DESC, outcome",
-        scope.parameters,
     )
     return {row["outcome"]: row["turns"] for row in found}
 
@@ -233,43 +228,21 @@ class Candidates(NamedTuple):
     why_not: str = ""
 
 
-_MODEL = """, fit AS (
-    SELECT
-        count(*) AS turns,
-        CASE WHEN count(DISTINCT wanted_tokens) > 1 THEN regr_intercept(wait_ns, wanted_tokens)
-        ELSE avg(wait_ns) END AS base_ns,
-        CASE WHEN count(DISTINCT wanted_tokens) > 1 THEN regr_slope(wait_ns, wanted_tokens)
-        ELSE 0 END AS slope_ns
-    FROM turns WHERE saved_ns IS NOT NULL
-), valued AS (
-    SELECT
-        wanted_tokens,
-        pause_ns,
-        blocks,
-        reuse_outcome,
-        CASE WHEN saved_ns IS NOT NULL THEN saved_ns - wait_ns
-        ELSE wanted_tokens * ns_per_token - greatest(base_ns + slope_ns * wanted_tokens, 0) END AS net_ns
-    FROM turns, fit
-    WHERE wanted_tokens > 0 AND ns_per_token IS NOT NULL
-)"""
-"""The wait that reading back would have added where it was not done: a line through those where it was."""
-
-
-def thresholds(source: Source, scope: Scope) -> Candidates:
+def thresholds(source: Source, about: Window) -> Candidates:
     """Net benefit by kv_recompute_threshold, over turns whose KV was there: read back, or below it."""
-    rows = ask(
+    rows = _ask(
         source,
-        f"""{_turns(scope)}{_MODEL}, candidates AS (SELECT unnest({list(THRESHOLDS)}) AS threshold)
+        about,
+        f""", candidates AS (SELECT unnest({list(THRESHOLDS)}) AS threshold)
 SELECT
     threshold,
-    (SELECT turns FROM fit) AS pulled_turns,
+    (SELECT count(net_ns) FROM turns) AS pulled_turns,
     count(*) FILTER (wanted_tokens >= threshold) AS turns_read_back,
     coalesce(sum(net_ns) FILTER (wanted_tokens >= threshold), 0)::BIGINT AS net_ns
 FROM candidates
 LEFT JOIN valued ON reuse_outcome IN ('pulled', 'below threshold')
 GROUP BY threshold
 ORDER BY threshold""",
-        scope.parameters,
     )
     turns = rows[0]["pulled_turns"] if rows else 0
     if turns < MIN_TURNS:
@@ -277,15 +250,18 @@ ORDER BY threshold""",
             turns, rows, None, f"not enough data: {turns} of {MIN_TURNS} turns that read KV back"
         )
     best = max(row["net_ns"] for row in rows)
+    if best <= 0:
+        return Candidates(turns, rows, None, "reading back did not pay at any threshold")
     return Candidates(turns, rows, next(row for row in rows if row["net_ns"] == best))
 
 
-def ttls(source: Source, scope: Scope) -> Candidates:
+def ttls(source: Source, about: Window) -> Candidates:
     """Net benefit, and block-seconds held, by decoder_kv_blocks_ttl, over turns before or after which D kept
     KV."""
-    rows = ask(
+    rows = _ask(
         source,
-        f"""{_turns(scope)}{_MODEL}, candidates AS (SELECT unnest({list(TTLS_S)}) AS ttl_s), reached AS (
+        about,
+        f""", candidates AS (SELECT unnest({list(TTLS_S)}) AS ttl_s), reached AS (
     SELECT
         ttl_s,
         count(pause_ns) AS pauses,
@@ -303,10 +279,9 @@ def ttls(source: Source, scope: Scope) -> Candidates:
     GROUP BY ttl_s
 )
 SELECT
-    ttl_s, (SELECT turns FROM fit) AS pulled_turns, pauses, turns_read_back, net_ns, block_s
+    ttl_s, (SELECT count(net_ns) FROM turns) AS pulled_turns, pauses, turns_read_back, net_ns, block_s
 FROM reached JOIN held USING (ttl_s)
 ORDER BY ttl_s""",
-        scope.parameters,
     )
     turns, pauses = (rows[0]["pulled_turns"], rows[0]["pauses"]) if rows else (0, 0)
     if turns < MIN_TURNS:
@@ -323,7 +298,7 @@ ORDER BY ttl_s""",
     return Candidates(pauses, rows, next(row for row in rows if row["net_ns"] >= ENOUGH_OF_BEST * best))
 
 
-def conversations(source: Source, scope: Scope, sort: str, limit: int) -> list[Row]:
+def conversations(source: Source, about: Window, sort: str, limit: int) -> list[Row]:
     """The conversations, one row each.
 
     Args:
@@ -337,9 +312,10 @@ def conversations(source: Source, scope: Scope, sort: str, limit: int) -> list[R
         raise UsageError(
             f"{printable(sort)[:40]!r} is no order; write one of {', '.join(LIST_COLUMNS)}; :asc turns it"
         )
-    return ask(
+    return _ask(
         source,
-        f"""{_turns(scope)}, by_outcome AS (
+        about,
+        f""", by_outcome AS (
     SELECT session, string_agg(reuse_outcome || ' ' || n, ', ' ORDER BY n DESC, reuse_outcome) AS outcomes
     FROM (
         SELECT session, reuse_outcome, count(*) AS n FROM turns WHERE reuse_outcome IS NOT NULL GROUP BY ALL
@@ -359,7 +335,7 @@ SELECT
     any_value(outcomes) AS outcomes,
     sum(saved_ns)::BIGINT AS saved_ns,
     sum(wait_ns)::BIGINT AS wait_ns,
-    sum(saved_ns - wait_ns)::BIGINT AS net_ns,
+    sum(net_ns)::BIGINT AS net_ns,
     sum(blocks * held_ns / 1e9) AS held_block_s,
     sum(used_blocks * held_ns / 1e9) AS used_block_s,
     max(pause_ns) AS max_pause_ns,
@@ -370,27 +346,26 @@ LEFT JOIN by_outcome AS o ON o.session = t.session
 GROUP BY t.session
 ORDER BY "{name}" {"ASC" if direction == "asc" else "DESC"} NULLS LAST, t.session
 LIMIT {int(limit)}""",
-        scope.parameters,
     )
 
 
-def turns_of(source: Source, scope: Scope, session: int, limit: int) -> list[Row]:
+def turns_of(source: Source, about: Window, session: int, limit: int) -> list[Row]:
     """The turns of one conversation, in order."""
-    return ask(
+    return _ask(
         source,
-        f"""{_turns(scope)}
+        about,
+        f"""
 SELECT
     turn, id, client_id, coalesce(label, '') AS label, arrived_at_ns, pause_ns, p_engine, d_engine,
     prompt_tokens, output_tokens,
     reuse_outcome, reuse_offered_tokens AS offered_tokens, reuse_pulled_tokens AS pulled_tokens,
     recomputed_here AS recomputed_tokens, saved_ns::BIGINT AS saved_ns, wait_ns::BIGINT AS wait_ns,
-    (saved_ns - wait_ns)::BIGINT AS net_ns, blocks::BIGINT AS blocks, used_blocks::BIGINT AS used_blocks,
+    net_ns::BIGINT AS net_ns, blocks::BIGINT AS blocks, used_blocks::BIGINT AS used_blocks,
     held_ns, ttl_ns, ttft_ns
 FROM turns
 WHERE session = {int(session)}::UBIGINT
 ORDER BY turn, arrived_at_ns, id
 LIMIT {int(limit)}""",
-        scope.parameters,
     )
 
 

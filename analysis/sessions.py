@@ -20,15 +20,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvscope.analysis import session_data as data
-from kvscope.analysis.paging import Row, Source, add_window_arguments, moments
+from kvscope.analysis.paging import Row, Source, Window, add_window_arguments, moments, window
 from kvscope.analysis.traffic import Engine, engines, is_simulated
 from kvscope.errors import KvscopeError, UsageError
-from kvscope.source import add_source_arguments, open_source, print_json
+from kvscope.source import add_source_arguments, apply_during, open_source, print_json
 from kvscope.text import ms, printable, span, table, utc
 
 MAX_LIMIT = 10_000
 MIN_TURNS_SHOWN = 1000
 """Turns of one conversation, at least."""
+_EVER_NS = 2**63 - 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,25 +52,14 @@ def run(arguments: argparse.Namespace) -> int:
     if not 1 <= arguments.limit <= MAX_LIMIT:
         raise UsageError(f"limit is a number from 1 to {MAX_LIMIT}")
     with open_source(arguments) as source:
-        since_ns, until_ns = moments(source, arguments)
-        parameters: dict[str, str | Sequence[str]] = {}
-        if since_ns is not None:
-            parameters["since"] = str(since_ns)
-        if arguments.where:
-            parameters["where"] = arguments.where
-        if arguments.label is not None:
-            parameters["label"] = arguments.label
-        scope = data.choose(source, parameters, until_ns)
-        if scope is None:
-            raise KvscopeError("no requests in this window; `kvscope requests` lists what there is")
         if arguments.id:
-            return _one(arguments, source, scope)
-        found = _everything(source, scope, arguments.sort, arguments.limit)
+            return _one(arguments, source)
+        found = _everything(source, window(source, arguments), arguments.sort, arguments.limit)
     if arguments.json:
         print_json(found)
     elif not found["overall"]["turns"]:
         print(
-            f"no conversation of {_label(scope.label)} reuses KV that D has kept in this window",
+            f"no conversation of {_label(found['label'])} reuses KV that D has kept in this window",
             file=sys.stderr,
         )
     else:
@@ -77,26 +67,25 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _everything(source: Source, scope: data.Scope, sort: str, limit: int) -> dict[str, Any]:
+def _everything(source: Source, about: Window, sort: str, limit: int) -> dict[str, Any]:
     """What `--json` prints."""
-    rows = data.conversations(source, scope, sort, limit)
-    told = engines(source, scope.parameters)
+    rows = data.conversations(source, about, sort, limit)
+    told = engines(source, about.parameters())
     return {
-        "label": scope.label,
-        "simulated": is_simulated(told, scope.label),
+        "label": about.label,
+        "simulated": is_simulated(told, about.label),
         "basis": _BASIS,
-        "overall": data.overall(source, scope),
-        "outcomes": data.outcomes(source, scope),
-        "threshold": _candidates(data.thresholds(source, scope), _setting(told, "kv_recompute_threshold")),
-        "ttl": _candidates(data.ttls(source, scope), _setting(told, "decoder_kv_blocks_ttl")),
+        "overall": data.overall(source, about),
+        "outcomes": data.outcomes(source, about),
+        "threshold": _candidates(data.thresholds(source, about), _setting(told, "kv_recompute_threshold")),
+        "ttl": _candidates(data.ttls(source, about), _setting(told, "decoder_kv_blocks_ttl")),
         "conversations": rows,
     }
 
 
 _BASIS = (
-    "estimate: tokens read back x the P engine's median prefill time per computed token of that model "
-    f"(where {data.MIN_TURNS} or more requests tell it), minus the time in the prefill.reuse_* steps on the "
-    "critical path"
+    "estimate: tokens read back x the P engine's median prefill time per computed token of that model, minus "
+    "the time in the prefill.reuse_* steps on the critical path"
 )
 
 
@@ -128,12 +117,22 @@ def _label(label: str) -> str:
     return f"label {printable(label)}" if label else "production"
 
 
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _net(ns: int) -> str:
+    if not ns:
+        return "no net benefit"
+    return f"net benefit {span(ns)}" if ns > 0 else f"net loss {span(-ns)}"
+
+
 def _text(found: dict[str, Any]) -> Iterator[str]:
     all_ = found["overall"]
     simulated = ", simulated" if found["simulated"] else ""
     yield (
-        f"{_label(found['label'])}{simulated}: {all_['conversations']} conversations, {all_['turns']} turns "
-        f"seen ({all_['later_turns']} after a first one)"
+        f"{_label(found['label'])}{simulated}: {_counted(all_['conversations'], 'conversation')}, "
+        f"{_counted(all_['turns'], 'turn')} seen ({all_['later_turns']} after a first one)"
     )
     yield ""
     offered, pulled = all_["offered_tokens"], all_["pulled_tokens"]
@@ -150,7 +149,9 @@ def _text(found: dict[str, Any]) -> Iterator[str]:
         listed = ", ".join(f"{count} {name}" for name, count in found["outcomes"].items())
         yield f"what became of it, by turns: {listed}"
     if all_["changed_d"]:
-        yield f"another engine: {all_['changed_d']} turns were decoded by another D than the turn before"
+        yield (
+            f"another engine: {_counted(all_['changed_d'], 'turn')} decoded by another D than the turn before"
+        )
     yield from _benefit(all_)
     yield from _held(all_)
     yield from _pauses(all_)
@@ -166,20 +167,19 @@ def _text(found: dict[str, Any]) -> Iterator[str]:
 def _benefit(all_: Row) -> Iterator[str]:
     if not all_["valued_turns"]:
         if all_["pulled_turns"]:
-            yield (
-                "what reading back was worth is not known: P's cost per token rests on "
-                f"{data.MIN_TURNS} requests or more"
-            )
+            yield "what reading back was worth is not known: no request tells P's cost per token"
         return
     net, turns = all_["net_ns"], all_["valued_turns"]
+    each = f", {span(abs(round(net / turns)))} a turn" if net and turns > 1 else ""
     yield (
-        f"estimate: {turns} turns that read back spared {span(all_['saved_ns'])} of prefill and waited "
-        f"{span(all_['wait_ns'])} for it: net benefit {span(net)}, {span(round(net / turns))} a turn; "
-        f"{all_['turns_at_a_loss']} turns lost by it"
+        f"estimate: {_counted(turns, 'turn')} that read back spared {span(all_['saved_ns'])} of prefill and "
+        f"waited {span(all_['wait_ns'])} for it: {_net(net)}{each}; "
+        f"{_counted(all_['turns_at_a_loss'], 'turn')} lost by it"
     )
     least, most = (all_[name] / 1e3 for name in ("least_ns_per_token", "most_ns_per_token"))
     cost = f"{least:.3g} us" if f"{least:.3g}" == f"{most:.3g}" else f"{least:.3g} to {most:.3g} us"
-    yield f"  basis: P's own median prefill cost per computed token, {cost}"
+    requests = _counted(all_["cost_requests"], "request")
+    yield f"  basis: P's own median prefill cost per computed token, {cost}, of at least {requests}"
 
 
 def _held(all_: Row) -> Iterator[str]:
@@ -192,10 +192,11 @@ def _held(all_: Row) -> Iterator[str]:
     share = f" ({100 * used / held:.0f} %)" if held else ""
     missing = all_["leases"] - all_["measured_leases"]
     yield (
-        f"KV held on D between turns: {held:.0f} block-seconds after {all_['measured_leases']} turns, "
-        f"of these {used:.0f}{share} for blocks that the next turn read back "
+        f"KV held on D between turns: {held:.0f} block-seconds after "
+        f"{_counted(all_['measured_leases'], 'turn')}, of these {used:.0f}{share} for blocks that the next "
+        "turn read back "
         f"({all_['used_blocks'] or 0} of {all_['held_blocks']} blocks)"
-        + (f"; of {missing} more turns not known" if missing else "")
+        + (f"; not known of {_counted(missing, 'more turn')}" if missing else "")
     )
 
 
@@ -212,7 +213,8 @@ def _pauses(all_: Row) -> Iterator[str]:
         if count:
             yield f"  {name:<16} {count:>7}  {'█' * max(1, round(30 * count / most))}"
     if all_["ttl_ns"] is not None:
-        yield f"  D keeps KV for {span(all_['ttl_ns'])} (median): {all_['overslept']} pauses were longer"
+        longer = "1 pause was" if all_["overslept"] == 1 else f"{all_['overslept']} pauses were"
+        yield f"  D keeps KV for {span(all_['ttl_ns'])} (median): {longer} longer"
 
 
 def _favoured(name: str, setting: str, found: dict[str, Any], row: Any) -> Iterator[str]:
@@ -227,18 +229,18 @@ def _favoured(name: str, setting: str, found: dict[str, Any], row: Any) -> Itera
 
 
 def _threshold_row(row: Row) -> str:
-    return (
-        f"{row['threshold']} tokens: net benefit {span(row['net_ns'])}, "
-        f"{row['turns_read_back']} turns read back"
-    )
+    return f"{row['threshold']} tokens: {_gain(row)}{_counted(row['turns_read_back'], 'turn')} read back"
 
 
 def _ttl_row(row: Row) -> str:
     held = "" if row["block_s"] is None else f", {row['block_s']:.0f} block-seconds held"
-    return (
-        f"{row['ttl_s']} s: net benefit {span(row['net_ns'])}, {row['turns_read_back']} of {row['pauses']} "
-        f"turns read back{held}"
-    )
+    turns = _counted(row["pauses"], "turn")
+    return f"{row['ttl_s']} s: {_gain(row)}{row['turns_read_back']} of {turns} read back{held}"
+
+
+def _gain(row: Row) -> str:
+    """Nothing where no turn would read back."""
+    return f"{_net(row['net_ns'])}, " if row["turns_read_back"] else ""
 
 
 def _list(rows: Sequence[Row]) -> str:
@@ -281,20 +283,22 @@ def _span(ns: int | None) -> str:
     return "" if ns is None else span(ns)
 
 
-def _one(arguments: argparse.Namespace, source: Source, scope: data.Scope) -> int:
+def _one(arguments: argparse.Namespace, source: Source) -> int:
     """One conversation: whatever its label, and all its turns unless a window is given."""
+    apply_during(arguments)
+    since_ns, until_ns = moments(source, arguments.since, arguments.until)
     session = data.session_of(source, arguments.id)
     if session is None:
         raise KvscopeError(
             f"request {printable(arguments.id)[:80]} is no turn of a conversation: it reused no KV that "
             "D had kept, and D kept none after it"
         )
-    anywhere = data.Scope(
-        {k: v for k, v in scope.parameters.items() if k != "label"}, scope.until_ns, scope.label
-    )
-    rows = data.turns_of(source, anywhere, session, max(arguments.limit, MIN_TURNS_SHOWN))
+    about = Window(since_ns or 0, _EVER_NS if until_ns is None else until_ns, None, tuple(arguments.where))
+    rows = data.turns_of(source, about, session, max(arguments.limit, MIN_TURNS_SHOWN))
+    if not rows:
+        raise KvscopeError(f"no turn of conversation {session} in this window")
     labels = sorted({row["label"] for row in rows})
-    served = engines(source, {**anywhere.parameters, "where": [*arguments.where, f"session={session}"]})
+    served = engines(source, {**data.parameters(about), "where": [*arguments.where, f"session={session}"]})
     simulated = any(is_simulated(served, label) for label in labels)
     if arguments.json:
         print_json({"session": str(session), "simulated": simulated, "basis": _BASIS, "turns": rows})
@@ -302,7 +306,7 @@ def _one(arguments: argparse.Namespace, source: Source, scope: data.Scope) -> in
     head = ("turn", "arrived (UTC)", "id", "pause", "prompt", "offered", "pulled", "again", "reuse",
             "spared ms", "wait ms", "net ms", "blocks", "held", "used", "TTL", "TTFT ms", "D")  # fmt: skip
     told = ", ".join((*map(_label, labels), *(["simulated"] if simulated else [])))
-    print(f"conversation {session}{f' ({told})' if told else ''}: {len(rows)} turns")
+    print(f"conversation {session}{f' ({told})' if told else ''}: {_counted(len(rows), 'turn')}")
     print(
         table(
             head,

@@ -34,21 +34,12 @@ class Engine(NamedTuple):
 def engines(source: Source, parameters: Parameters) -> list[Engine]:
     """The processes of the engines that served the requests which a query with these parameters is about, the
     latest first. Their own label may be another: a benchmark's window gives its label to requests alone."""
-    (served,) = ask(
-        source,
-        "SELECT list_distinct(list(DISTINCT p_engine) || list(DISTINCT d_engine)) AS names FROM requests",
-        parameters,
-    )
-    names = {name for name in served["names"] or () if name}
-    return [one for one in _all(source) if one.name in names]
-
-
-def _all(source: Source) -> list[Engine]:
     found = ask(
         source,
-        "SELECT engine, source, rank, label, kvscope, fingerprint FROM engines "
+        "SELECT engine, source, rank, label, kvscope, fingerprint FROM engines WHERE engine <> '' AND engine "
+        "IN (SELECT p_engine FROM requests UNION SELECT d_engine FROM requests) "
         f"ORDER BY started_at_ns DESC, id LIMIT {_MOST}",
-        {},
+        parameters,
     )
     return [
         Engine(

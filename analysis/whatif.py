@@ -25,12 +25,12 @@ import msgspec
 
 from kvscope import query
 from kvscope.analysis.paging import Source, Window, add_window_arguments, ask, window
+from kvscope.analysis.session_data import valued_sql
 from kvscope.analysis.traffic import engines, is_simulated
 from kvscope.client import DaemonError, StoreFile
 from kvscope.errors import UsageError
 from kvscope.query import QueryError
 from kvscope.source import add_source_arguments, open_source, print_json
-from kvscope.steps import STEPS
 from kvscope.text import duration_ns, ms, printable, table, utc
 
 FIGURES = "whatif_validated.json"
@@ -219,43 +219,14 @@ REGRETS_SQL = (
 )
 """Early-binding regret by request, NULL where it is not known: what the named question sums up."""
 
-_REUSE_NS = " + ".join(f"coalesce({s.column}, 0)" for s in STEPS if s.name.startswith("prefill.reuse_"))
-_COMPUTED = "(prompt_tokens - coalesce(p_cached_tokens, 0) - coalesce(reuse_pulled_tokens, 0))"
-
-_REUSED = f"""
-WITH cost AS (
-    SELECT p_engine, quantile_cont(prefill_compute_ns / {_COMPUTED}, 0.5) AS ns_per_token
-    FROM requests
-    WHERE prefill_compute_ns > 0 AND {_COMPUTED} > 0
-    GROUP BY p_engine
-), added AS (
-    SELECT p_engine, quantile_cont({_REUSE_NS}, 0.5) AS wait_ns
-    FROM requests
-    WHERE reuse_outcome = 'pulled'
-    GROUP BY p_engine
-), turns AS (
-    SELECT
-        *, {_REUSE_NS} AS felt_ns,
-        greatest(0, reuse_offered_tokens - coalesce(p_cached_tokens, 0)) AS could_pull,
-        CASE WHEN lag(turn) OVER in_order = turn - 1 THEN
-            arrived_at_ns - lag(arrived_at_ns + ttft_ns + decode_generate_ns) OVER in_order
-        END AS pause_ns
-    FROM requests
-    WINDOW in_order AS (PARTITION BY session ORDER BY arrived_at_ns, id)
-), offered AS (
-    SELECT
-        *,
-        ttft_ns - felt_ns + round(reuse_pulled_tokens * ns_per_token) AS computed_ttft_ns,
-        greatest(0, ttft_ns - round(could_pull * ns_per_token)) + wait_ns AS pulled_ttft_ns
-    FROM turns
-    LEFT JOIN cost USING (p_engine)
-    LEFT JOIN added USING (p_engine)
-    WHERE ttft_ns IS NOT NULL AND reuse_outcome IS NOT NULL
-)
-"""
+_COMPUTED_NS = "greatest(0, ttft_ns + net_ns)"
+"""TTFT of a turn that read back, had P computed the tokens."""
+_READ_BACK_NS = "greatest(0, ttft_ns - net_ns)"
+"""The other way round."""
 _REUSE_ASSUMES = (
-    "computing costs P's own median per computed token, and reading back its own median wait of the "
-    "requests that did, whatever their length; only requests for which the change decides are counted"
+    "computing costs P's own median per computed token of the model; where KV was not read back, the wait "
+    "for it follows a straight line through P's turns where it was, as in `kvscope sessions`; only turns of "
+    "conversations for which the change decides are counted"
 )
 
 
@@ -327,12 +298,14 @@ def scenarios(threshold: int | None = None, ttl_ns: int | None = None) -> list[S
                 "threshold",
                 f"reuse from {threshold} tokens on",
                 f"kept KV of fewer tokens is computed anew, of more is read back; {_REUSE_ASSUMES}.",
-                f"""{_REUSED}
+                f"""{valued_sql()}
                 SELECT ttft_ns, CASE
-                    WHEN reuse_outcome = 'pulled' AND reuse_pulled_tokens < {threshold} THEN computed_ttft_ns
-                    WHEN reuse_outcome = 'below threshold' AND could_pull >= {threshold} THEN pulled_ttft_ns
+                    WHEN reuse_outcome = 'pulled' AND wanted_tokens < {threshold} THEN {_COMPUTED_NS}
+                    WHEN reuse_outcome = 'below threshold' AND wanted_tokens >= {threshold}
+                        THEN {_READ_BACK_NS}
                 END AS predicted_ns
-                FROM offered
+                FROM valued
+                WHERE ttft_ns IS NOT NULL
                 """,
             )
         )
@@ -344,12 +317,13 @@ def scenarios(threshold: int | None = None, ttl_ns: int | None = None) -> list[S
                 "turns that came later than that after the one before are computed anew, those that came "
                 "earlier and found it expired are read back; what the kept blocks cost D is not in it; "
                 f"{_REUSE_ASSUMES}.",
-                f"""{_REUSED}
+                f"""{valued_sql()}
                 SELECT ttft_ns, CASE
-                    WHEN reuse_outcome = 'pulled' AND pause_ns > {ttl_ns} THEN computed_ttft_ns
-                    WHEN reuse_outcome = 'expired' AND pause_ns <= {ttl_ns} THEN pulled_ttft_ns
+                    WHEN reuse_outcome = 'pulled' AND pause_ns > {ttl_ns} THEN {_COMPUTED_NS}
+                    WHEN reuse_outcome = 'expired' AND pause_ns <= {ttl_ns} THEN {_READ_BACK_NS}
                 END AS predicted_ns
-                FROM offered
+                FROM valued
+                WHERE ttft_ns IS NOT NULL
                 """,
             )
         )

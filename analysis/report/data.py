@@ -9,13 +9,14 @@ from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 from kvscope import query
-from kvscope.client import Daemon, NoDaemon, StoreFile
+from kvscope.analysis import paging
+from kvscope.analysis.paging import Row, Source
+from kvscope.client import Daemon, NoDaemon
 from kvscope.errors import KvscopeError, UsageError
 from kvscope.filters import parse_filters
 from kvscope.health import problems
 from kvscope.labels import Label
 from kvscope.lookup import Listing
-from kvscope.selection import moment_ns
 from kvscope.text import printable
 from kvscope.windows import Window, overlapping
 
@@ -50,7 +51,6 @@ QUESTIONS = (
     "losses",
 )
 
-Source = Daemon | StoreFile
 Progress = Callable[[str], None]
 
 
@@ -151,7 +151,7 @@ def gather(
     """
     progress("the window")
     filters = parse_filters(list(where))
-    since_ns, until_ns = _moments(source, since, until, now_ns)
+    since_ns, until_ns = paging.moments(source, since, until, now_ns)
     if isinstance(source, Daemon):
         # One window for all questions, though the daemon goes on.
         until_ns = now_ns // 10**6 * 10**6 if until_ns is None else until_ns
@@ -160,12 +160,13 @@ def gather(
         until_ns = _end_ns(source, now_ns)
     if since_ns is not None and until_ns is not None and since_ns >= until_ns:
         raise UsageError("since is not before until, or nothing is stored since; ask for another window")
-    labels = _labels(source, since_ns, until_ns)
+    by_label = _by_label(source, since_ns, until_ns)
     if label is None:
         named = [str(one.value) for one in filters if (one.column, one.operator) == ("label", "=")]
-        label = named[0] if named else "" if "" in labels else next(iter(labels), "")
+        label = named[0] if named else paging.of_one_label(by_label)["label"] if by_label else ""
     scope = Scope(since_ns, until_ns, label, tuple(where), at[1])
     version = printable(source.status().get("version")) if isinstance(source, Daemon) else ""
+    labels = {row["label"]: row["requests"] for row in by_label}
     found = Gathered(scope, now_ns, at[0], version, labels, _arrivals(source, scope))
     found.windows = _windows(source, scope.since_ns, scope.until_ns)
     if isinstance(source, Daemon):
@@ -225,18 +226,6 @@ def iso(ns: int) -> str:
     return text + (f".{fraction:09d}".rstrip("0") if fraction else "") + "Z"
 
 
-def _moments(
-    source: Source, since: str | None, until: str | None, now_ns: int
-) -> tuple[int | None, int | None]:
-    """Unix nanoseconds of what was asked for; the source knows the moments of named windows."""
-    given = {name: text for name, text in (("since", since), ("until", until)) if text}
-    if any(text.strip().startswith("@") for text in given.values()):
-        sql = "SELECT $since AS since_ns, $until AS until_ns, count(*) AS requests FROM requests"
-        ((named_since_ns, named_until_ns, _),) = source.query("", sql, given)["rows"]
-        return (int(named_since_ns) if since else None), (int(named_until_ns) if until else None)
-    return moment_ns(since, now_ns, "since"), moment_ns(until, now_ns, "until")
-
-
 def _windows(source: Source, since_ns: int | None, until_ns: int | None) -> list[Label]:
     """Windows that people named and that overlap this one; none from a daemon that knows none."""
     try:
@@ -250,15 +239,14 @@ def _windows(source: Source, since_ns: int | None, until_ns: int | None) -> list
     return [one for one in labels if one.name in names][:MAX_WINDOWS]
 
 
-def _labels(source: Source, since_ns: int | None, until_ns: int | None) -> dict[str, int]:
+def _by_label(source: Source, since_ns: int | None, until_ns: int | None) -> list[Row]:
     """Requests by label, the most frequent first."""
     sql = (
         "SELECT coalesce(label, '') AS label, count(*) AS requests FROM requests "
         "GROUP BY ALL ORDER BY requests DESC, label LIMIT 100"
     )
     bounds = {"since": since_ns, "until": until_ns}
-    rows = source.query("", sql, {name: ns for name, ns in bounds.items() if ns is not None})["rows"]
-    return {str(label): int(requests) for label, requests in rows}
+    return paging.ask(source, sql, {name: ns for name, ns in bounds.items() if ns is not None})
 
 
 def _arrivals(source: Source, scope: Scope) -> tuple[int, int] | None:

@@ -352,7 +352,7 @@ def test_what_was_imported_is_asked_as_any_store(
         assert cli.main(["top", "--db", str(path), "--once"]) == 0
         assert "label imported" in capsys.readouterr().out
     assert cli.main(["sessions", "--db", str(conversation)]) == 0
-    assert "1 conversations, 3 turns" in capsys.readouterr().out
+    assert "1 conversation, 3 turns" in capsys.readouterr().out
 
 
 # --- archives and stores ------------------------------------------------------------------------------

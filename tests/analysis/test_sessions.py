@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvscope import cli
-from kvscope.analysis.session_data import MIN_TURNS, TTLS_S, choose, overall
+from kvscope import cli, query
+from kvscope.analysis.paging import Window
+from kvscope.analysis.session_data import MIN_TURNS, TTLS_S, overall
 from kvscope.client import StoreFile
 
 from ..cli import rows
@@ -146,17 +147,56 @@ def test_net_benefit_is_prefill_spared_minus_wait(one: Path, capsys: pytest.Capt
     assert sums["turns_at_a_loss"] == 0
 
 
-def test_a_cost_that_rests_on_few_requests_is_not_used(
+def test_a_cost_that_no_request_tells_is_not_known_and_of_how_many_it_is_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    turns, leases = a_conversation(10, [("pulled", 400, 400, 9.0, 2.0)])
-    path = store(tmp_path / "s.duckdb", [*turns, *plain(MIN_TURNS - 3)], leases=leases, engines=[D_ENGINE])
-    sums = asked(capsys, path)["overall"]
-    assert sums["pulled_turns"] == 1
-    assert sums["saved_ns"] is None
-    assert sums["net_ns"] is None
-    assert cli.main(["sessions", "--db", str(path)]) == 0
+    turns, _ = a_conversation(10, [("pulled", 400, 400, 9.0, 2.0)])
+    other = [row | {"model": "other"} for row in plain(4)[3:]]
+    few = store(tmp_path / "few.duckdb", [*turns, *plain(3), *other])
+    assert cli.main(["sessions", "--db", str(few)]) == 0
+    assert "100 us, of at least 5 requests" in capsys.readouterr().out
+    none = store(tmp_path / "none.duckdb", [row | {"prefill_compute_ns": None} for row in turns])
+    sums = asked(capsys, none)["overall"]
+    assert (sums["pulled_turns"], sums["saved_ns"], sums["net_ns"]) == (1, None, None)
+    assert cli.main(["sessions", "--db", str(none)]) == 0
     assert "what reading back was worth is not known" in capsys.readouterr().out
+
+
+def test_sessions_whatif_and_the_question_reuse_value_a_turn_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two models on one P, of which one costs twice as much per token; in a benchmark both cost more."""
+    turns: list[Row] = []
+    of = [("pulled", 400, 400, 9.0, 2.0), ("pulled", 100, 100, 12.0, 8.0), ("below threshold", 64, 0, 0, 5.0)]
+    for first, model, times in ((10, "small", 1), (50, "large", 2)):
+        for row in a_conversation(first, of)[0]:
+            cost_ns = times * row["prefill_compute_ns"]
+            turns.append(row | {"model": model, "prefill_compute_ns": cost_ns})
+    slow = [row | {"label": "benchmark", "prefill_compute_ns": 10**9, "model": "small"} for row in plain(30)]
+    path = store(tmp_path / "s.duckdb", [*turns, *slow])
+    found = asked(capsys, path)
+    net_ns = found["overall"]["net_ns"]
+    assert net_ns == ((40 - 9) + (10 - 12) + (80 - 9) + (20 - 12)) * MS
+
+    answer = StoreFile(path).query("reuse", "", {})
+    names = [column["name"] for column in answer["columns"]]
+    reuse = [dict(zip(names, row, strict=True)) for row in answer["rows"]]
+    pulled = [row for row in reuse if row["reuse_outcome"] == "pulled"]
+    assert {row["model"]: row["us_per_token"] for row in pulled} == {"small": 100, "large": 200}
+    assert sum(row["requests"] * row["mean_net_benefit_ms"] for row in pulled) == pytest.approx(net_ns / MS)
+
+    def shift_ns(*arguments: str) -> int:
+        """Of all TTFT together."""
+        assert cli.main(["whatif", "--db", str(path), "--json", *arguments]) == 0
+        scenario = json.loads(capsys.readouterr().out)["scenarios"][-1]
+        shifted: int = scenario["requests"] * scenario["mean_shift_ns"]
+        return shifted
+
+    assert shift_ns("--threshold", "1000") == net_ns, "nothing is read back any more"
+    assert shift_ns("--ttl", "1") == net_ns
+    (lower,) = (row for row in found["threshold"]["candidates"] if row["threshold"] == 64)
+    assert lower["turns_read_back"] == 6
+    assert shift_ns("--threshold", "64") == pytest.approx(net_ns - lower["net_ns"], abs=2)
 
 
 def test_block_seconds_and_how_many_were_used(one: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,6 +278,11 @@ def test_threshold_and_ttl_that_the_data_favour(tmp_path: Path, capsys: pytest.C
     assert tuple(by_ttl) == TTLS_S
     assert by_ttl[5]["turns_read_back"] == 0
     assert by_ttl[10]["block_s"] == pytest.approx(MIN_TURNS * 36 * (9 + 9 + 10))
+    assert cli.main(["sessions", "--db", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "  * 64 tokens: net benefit 400 ms, 20 turns read back\n" in out
+    assert "    512 tokens: 0 turns read back\n" in out
+    assert "    5 s: 0 of 40 turns read back, " in out
 
 
 def test_few_turns_favour_nothing(one: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -283,7 +328,7 @@ def test_labels_do_not_mix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     only = store(tmp_path / "b.duckdb", bench)
     assert asked(capsys, only)["label"] == "benchmark"
     assert cli.main(["sessions", "--db", str(only)]) == 0
-    assert capsys.readouterr().out.startswith("label benchmark: 1 conversations")
+    assert capsys.readouterr().out.startswith("label benchmark: 1 conversation, 2 turns seen")
 
 
 def test_a_window_keeps_the_leases_of_its_last_turns(one: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -302,7 +347,7 @@ def test_simulated_figures_are_called_so(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_nothing_to_show_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["sessions", "--db", str(store(tmp_path / "e.duckdb", []))]) == 1
-    assert "no requests in this window" in capsys.readouterr().err
+    assert "no request in this window" in capsys.readouterr().err
     assert cli.main(["sessions", "--db", str(store(tmp_path / "p.duckdb", [rows.PUSH]))]) == 0
     assert "no conversation of production reuses KV" in capsys.readouterr().err
 
@@ -330,6 +375,46 @@ def test_one_conversation_says_whose_it_is(tmp_path: Path, capsys: pytest.Captur
 def test_without_a_lease_it_is_not_known_how_many_overslept(tmp_path: Path) -> None:
     turns, _ = a_conversation(10, [("pulled", 400, 400, 9.0, 2.0)])
     source = StoreFile(store(tmp_path / "none.duckdb", turns, engines=[D_ENGINE]))
-    scope = choose(source, {}, None)
-    assert scope is not None
-    assert overall(source, scope)["overslept"] is None
+    assert overall(source, Window(0, 2**63 - 1, ""))["overslept"] is None
+
+
+def test_one_is_one_and_nothing_is_no_benefit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    turns, _ = a_conversation(10, [("pulled", 90, 90, 9.0, 2.0)])
+    path = store(tmp_path / "s.duckdb", turns[1:])
+    assert cli.main(["sessions", "--db", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "1 conversation, 1 turn seen (1 after a first one)" in out
+    assert "1 turn that read back spared 9 ms of prefill and waited 9 ms" in out
+    assert "for it: no net benefit; 0 turns lost by it" in out
+    assert cli.main(["sessions", "--db", str(path), str(turns[1]["id"])]) == 0
+    assert "(production): 1 turn\n" in capsys.readouterr().out
+
+
+def test_a_loss_is_called_one_and_favours_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    turns: list[Row] = []
+    for i in range(MIN_TURNS):
+        turns += a_conversation(100 * i + 100, [("pulled", 90, 90, 19.0, 2.0)])[0]
+    path = store(tmp_path / "s.duckdb", turns)
+    assert cli.main(["sessions", "--db", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "net loss 200 ms, 10 ms a turn; 20 turns lost by it" in out
+    assert "kv_recompute_threshold: reading back did not pay at any threshold" in out
+    assert "decoder_kv_blocks_ttl: reading back did not pay at any TTL" in out
+
+
+def test_a_conversation_that_is_not_in_the_window_is_an_error(
+    one: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["sessions", "--db", str(one), str(2**63 + 10), "--since", "2030-01-01"]) == 1
+    assert f"no turn of conversation {2**63 + 10} in this window" in capsys.readouterr().err
+
+
+def test_of_an_answer_that_was_cut_nothing_is_told(
+    one: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = query.Limits(rows=2)
+    monkeypatch.setattr(query, "Limits", lambda: few)
+    assert cli.main(["sessions", "--db", str(one), str(2**63 + 10)]) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "ask for a smaller window, or raise the daemon's limits" in told.err
