@@ -30,7 +30,7 @@ from kvscope.demo.model import make_model
 from kvscope.steps import STEPS
 
 HERE = Path(__file__).parent
-SHARING = ("test_engines.py", "test_prometheus.py", "test_harness.py", "test_faults.py")
+SHARING = ("test_engines.py", "test_analysis.py", "test_prometheus.py", "test_harness.py", "test_faults.py")
 MODES = ("push", "pull", "bidirectional")
 OWN_METRICS = ("--enable-per-request-metrics", "--enable-force-include-usage")
 
