@@ -279,8 +279,8 @@ def _of_engines() -> list[Alert]:
             "0m",
             PAGE,
             "Engine processes died on {{ $labels.instance }}",
-            f"{_COUNT} engine processes ended without saying so, within the last ten minutes. Their requests "
-            "are lost, and their peers wait for leases to expire.",
+            f"{_COUNT} engine processes died within the last ten minutes. Their requests are lost, and their "
+            "peers wait for leases to expire.",
             ENGINES,
         ),
         Alert(

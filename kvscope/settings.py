@@ -53,7 +53,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(
             description="Address the HTTP API listens on, and commands ask. It has no passwords: whoever "
-            "reaches it can read everything, and write snapshots and archives",
+            "reaches it can read everything, change labels and notes, and write snapshots and archives",
             min_length=1,
         ),
     ] = "127.0.0.1"

@@ -288,8 +288,8 @@ CASES: dict[str, Case] = {
         processes("gone", "0x5 2x10"),
         AT,
         "Engine processes died on h:9177",
-        "2 engine processes ended without saying so, within the last ten minutes. Their requests are lost, "
-        "and their peers wait for leases to expire.",
+        "2 engine processes died within the last ten minutes. Their requests are lost, and their peers wait "
+        "for leases to expire.",
         {"it shut down": processes("ended", "0x5 2x10") | processes("gone", "0x15")},
     ),
     "KvscopeRecorderStopped": Case(
