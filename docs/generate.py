@@ -282,6 +282,14 @@ def queries_page() -> str:
         "and `$until` (Unix nanoseconds; 0 and now where they are not given), `$label` and `$limit`. A "
         "parameter that would change nothing is refused: a question about other tables than requests takes "
         "neither `label` nor `where`, one about engines alone no time.",
+        "## How fast",
+        "Of ten million simulated requests in a day (4 GB), on two cores with DuckDB's default memory, "
+        "measured by `bench/offline.py`: every question about the last hour (417,000 requests) takes 0.02 "
+        f"to 0.8 s, `steps` over all 1.7 s. Beyond {query.EXACT_ROWS:,} rows percentiles are of samples, "
+        "which the answer says. Over all, most others take less than 8 s; `interference` and `regret` take "
+        "longer than a daemon gives a question (`sql_seconds`), so ask them about less. One request is "
+        "found by its id in 0.07 s, by the client's, vLLM's or its trace id in 0.2 to 0.5 s. The process "
+        "took up to 0.9 GB.",
     ]
     for question in query.questions().values():
         takes = ", ".join(code(name) for name in question.parameters) or "none"

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvscope.advice import WAITS, of_step
+from kvscope.advice import NEAR, WAITS, of_step
 from kvscope.analysis.report.data import Gathered
 from kvscope.analysis.report.parts import shown
 from kvscope.text import shortened
 
 Row = Mapping[str, Any]
 
-NEAR_TIE_PERCENT = 5.0
-"""Of TTFT: two waits that differ by less are called a near tie."""
 FEW = 30
 """Requests: percentiles of fewer say little."""
 FEW_OF_A_PART = 5
@@ -65,7 +63,7 @@ def verdict(found: Gathered) -> list[str]:
     order = sorted(shares, key=lambda name: -shares[name])
     most, next_ = order[:2]
     rest = ", ".join(f"{name} {shares[name]:.1f} %" for name in order[1:])
-    if shares[most] - shares[next_] < NEAR_TIE_PERCENT:
+    if shares[most] - shares[next_] < 100 * NEAR:
         first = f"A near tie of {most} ({shares[most]:.1f} % of TTFT) with the rest ({rest})"
     else:
         first = f"Mostly {most}: {shares[most]:.1f} % of TTFT ({rest})"

@@ -77,6 +77,10 @@ def test_the_figures_are_those_of_the_answers(cells: int) -> None:
             {"coordination_percent": 20.0, "compute_percent": 57.5},
             "62 % of TTFT is compute wait: mostly prefill.compute (18 %), prefill.queue (5 %)",
         ),
+        (
+            {"coordination_percent": 40.0, "compute_percent": 37.5},
+            "42 % of TTFT is compute wait, 40 % coordination wait: mostly readiness.detect (40 %)",
+        ),
         ({"coordination_percent": 10.0, "transfer_percent": 62.5}, "62 % of TTFT is transfer"),
         ({"coordination_percent": 0.0, "unknown_percent": 60.0}, "60 % of TTFT is unknown"),
     ],

@@ -8,6 +8,7 @@ import msgspec
 from textual.app import ComposeResult
 
 from kvscope import steps
+from kvscope.advice import NEAR
 from kvscope.frame import Frame, RequestRow
 from kvscope.text import printable, span, utc
 from kvscope.tui.header import DAWN_NS
@@ -182,12 +183,18 @@ def verdict(frame: Frame, row: Row, cells: int) -> list[Line]:
         "transfer": shares[steps.TRANSFER],
         "unknown": shares[steps.UNKNOWN],
     }
-    most = max(waits, key=lambda name: waits[name])
+    most, next_ = sorted(waits, key=lambda name: -waits[name])[:2]
     classes, style, long, short = _ADVICE[most]
     if most == "compute wait" and shares[steps.CAPACITY] > shares[steps.COMPUTE]:
         style = steps.CAPACITY
         long, short = "More room in batches or more KV blocks would shorten it.", "More capacity would help."
     first = f"{grid.percent(waits[most])} of TTFT is {most}"
+    told = {most}
+    if waits[most] - waits[next_] < 100 * NEAR:
+        first += f", {grid.percent(waits[next_])} {next_}"
+        told.add(next_)
+        classes = (*classes, *_ADVICE[next_][0])
+        long = short = "No single change would shorten most of it."
     named = [
         f"{step.text('step')} ({grid.percent(step.number('share_percent'))})"
         for step in _rows(frame, "fleet_steps")
@@ -198,7 +205,7 @@ def verdict(frame: Frame, row: Row, cells: int) -> list[Line]:
         if len(longer) <= cells:
             first = longer
             break
-    rest = ", ".join(f"{name} {grid.percent(share)}" for name, share in waits.items() if name != most)
+    rest = ", ".join(f"{name} {grid.percent(share)}" for name, share in waits.items() if name not in told)
     second = f"{long} The rest: {rest}."
     if len(second) > cells:
         second = f"{short} {rest[0].upper()}{rest[1:]}"
