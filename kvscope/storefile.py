@@ -165,7 +165,9 @@ def _open_directory(path: Path) -> duckdb.DuckDBPyConnection:
             connection.execute(f"CREATE {kind} {name} AS FROM {relation(connection, name)}")
     except duckdb.Error as error:
         connection.close()
-        raise KvscopeError(f"{printable(path)}: can't be read ({one_line(error)})") from None
+        raise KvscopeError(
+            f"{printable(path)}: can't be read ({one_line(error)}); move a damaged file away to go without it"
+        ) from None
     except BaseException:
         connection.close()
         raise

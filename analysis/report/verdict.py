@@ -63,7 +63,8 @@ def verdict(found: Gathered) -> list[str]:
     order = sorted(shares, key=lambda name: -shares[name])
     most, next_ = order[:2]
     rest = ", ".join(f"{name} {shares[name]:.1f} %" for name in order[1:])
-    if shares[most] - shares[next_] < 100 * NEAR:
+    near = shares[most] - shares[next_] < 100 * NEAR
+    if near:
         first = f"A near tie of {most} ({shares[most]:.1f} % of TTFT) with the rest ({rest})"
     else:
         first = f"Mostly {most}: {shares[most]:.1f} % of TTFT ({rest})"
@@ -74,7 +75,9 @@ def verdict(found: Gathered) -> list[str]:
     if pair := _pair(found, WAITS[most]):
         first += f"; {pair}"
     second = _FOLLOWS[most]
-    if most == "compute wait" and (row["capacity_percent"] or 0) > (row["compute_percent"] or 0):
+    if near:
+        second = "No single change would shorten most of it"
+    elif most == "compute wait" and (row["capacity_percent"] or 0) > (row["compute_percent"] or 0):
         second = "More room in batches or more KV blocks would shorten it"
     if step is not None and (advice := of_step(str(step["step"]), _connector(found, step))).help:
         second += f": for {step['step']} ({advice.why}), {advice.help}"

@@ -305,6 +305,7 @@ def test_a_near_tie_is_called_one(compute: int, route: int, said: str, tmp_path:
     ]
     found = tell(store(tmp_path / "s.duckdb", made)).json
     assert found["verdict"][0].startswith(said)
+    assert ("No single change" in found["verdict"][1]) == ("near tie" in said)
     assert not [one for one in found["cautions"] if "Thin" in one]
 
 
