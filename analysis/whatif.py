@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvscope import query
-from kvscope.analysis.paging import Source, Window, add_window_arguments, ask, window
+from kvscope.analysis.paging import OVER, Source, Window, add_window_arguments, ask, window
 from kvscope.analysis.session_data import valued_sql
 from kvscope.analysis.traffic import engines, is_simulated
 from kvscope.client import DaemonError, StoreFile
@@ -232,28 +232,31 @@ _REUSE_ASSUMES = (
 
 def scenarios(threshold: int | None = None, ttl_ns: int | None = None) -> list[Scenario]:
     """All of them; those about reuse only where their setting is given."""
-    pair = "ttft_ns IS NOT NULL AND p_engine <> '' AND d_engine <> ''"
+    first_token = f"ttft_ns IS NOT NULL AND {OVER}"
+    pair = f"{first_token} AND p_engine <> '' AND d_engine <> ''"
     found = [
         Scenario(
             "push",
             "pulled under push",
-            "D is asked when P is, so that its frontend, queue, blocks and handshake lie beside prefill; "
-            "posting, the wire and what follows last as long as they did.",
-            "SELECT ttft_ns, predicted_push_ttft_ns AS predicted_ns FROM requests WHERE ttft_ns IS NOT NULL",
+            "D is asked when P is, so that its frontend, queue, blocks and handshake lie beside prefill, "
+            "and only what they take longer than it is waited for; posting, the wire and what follows last "
+            "as long as they did.",
+            f"SELECT ttft_ns, predicted_push_ttft_ns AS predicted_ns FROM requests WHERE {first_token}",
         ),
         Scenario(
             "pull",
             "pushed under pull",
             "P's answer crosses to its API server, the router and D's API server, each in the time that "
-            "the request took through P's frontend; D's own frontend, queue and blocks follow; posting, "
-            "the wire and what comes after last as long as they did, and nothing is to be signalled.",
-            "SELECT ttft_ns, predicted_pull_ttft_ns AS predicted_ns FROM requests WHERE ttft_ns IS NOT NULL",
+            "the request took through P's frontend or D's, whichever is shorter; D's own frontend, queue "
+            "and blocks follow; posting, the wire and what comes after last as long as they did, and "
+            "nothing is to be signalled.",
+            f"SELECT ttft_ns, predicted_pull_ttft_ns AS predicted_ns FROM requests WHERE {first_token}",
         ),
         Scenario(
             "no-coordination",
             "without coordination",
-            "every coordination step takes no time: the floor that no hand-over, router or setting gets "
-            "below. What was not observed stays as it is.",
+            "every coordination step takes no time, waits for capacity stay, and so does what was not "
+            "observed.",
             f"SELECT ttft_ns, ttft_ns - coordination_ns AS predicted_ns FROM waits WHERE {pair}",
         ),
         Scenario(

@@ -220,17 +220,24 @@ class _Builder:
         elif p.is_prefill:
             marks.append(Mark(_S["registration.route"], None))
         breakdown = self._finish(marks, [], d, lead)
-        if breakdown.ttft_ns is not None and d is not None and d.allocated_ns is not None:
-            saved = (
-                "registration.route",
-                "registration.admit",
-                "registration.blocks",
-                "registration.handshake",
-            )
-            breakdown.predicted_push_ttft_ns = breakdown.ttft_ns - sum(
-                breakdown.totals.get(n, 0) for n in saved
-            )
+        if d is not None:
+            self._predict_push(breakdown, p, d)
         return breakdown
+
+    def _predict_push(self, breakdown: Breakdown, p: Leg, d: Leg) -> None:
+        """D asked when P is: its frontend, queue, blocks and handshake lie beside prefill instead of behind
+        it; what follows waits for the later of the two."""
+        if breakdown.ttft_ns is None or d.allocated_ns is None:
+            return
+        handshake = breakdown.totals.get("registration.handshake", 0)
+        behind = handshake + sum(
+            breakdown.totals.get(f"registration.{n}", 0) for n in ("route", "admit", "blocks")
+        )
+        start = d.arrival_ns if d.arrival_ns is not None else d.arrived_ns
+        late = 0
+        if start is not None and p.served_ns is not None:
+            late = max(0, d.allocated_ns - start + handshake - (p.served_ns - self.t0))
+        breakdown.predicted_push_ttft_ns = breakdown.ttft_ns - behind + late
 
     def push(self, p: Leg, d: Leg) -> Breakdown:
         rank, p_side, transfer = _last_writer(p, d)
@@ -277,7 +284,7 @@ class _Builder:
     def _predict_pull(self, breakdown: Breakdown, p: Leg, d: Leg, registered: int | None) -> None:
         """D asked after prefill: its frontend, queue and blocks come after P's end instead of beside it.
         Before them P's answer crosses from process to process, which no event of a push tells of: each
-        crossing takes as long as the one that was seen, P's frontend."""
+        crossing takes as long as the shorter of those that were seen, P's frontend and D's."""
         finished = p.served_ns
         if breakdown.ttft_ns is None or finished is None or d.allocated_ns is None or registered is None:
             return
@@ -288,8 +295,12 @@ class _Builder:
         if start + self.shift >= finished:  # a sequential router: so it was
             allocated = d.allocated_ns + self.shift
         else:
-            known = p.arrival_ns is not None and p.arrived_ns is not None
-            crossing = max(0, (p.arrived_ns or 0) - (p.arrival_ns or 0)) if known else 0
+            seen = [
+                leg.arrived_ns - leg.arrival_ns
+                for leg in (p, d)
+                if leg.arrived_ns is not None and leg.arrival_ns is not None
+            ]
+            crossing = max(0, min(seen, default=0))
             allocated = finished + CROSSINGS * crossing + d.allocated_ns - start
         breakdown.predicted_pull_ttft_ns = (
             allocated

@@ -341,7 +341,7 @@ def _prediction_notes(request: Row) -> Iterator[str]:
         return
     coordination = _class_ns(_spent(request), steps.COORDINATION)
     if coordination:
-        yield f"floor: {ms(ttft - coordination)} ms with no coordination wait at all"
+        yield f"{ms(ttft - coordination)} ms without any coordination wait"
     predictions = (
         ("predicted_push_ttft_ns", "push", "D registered before prefill had finished"),
         ("predicted_pull_ttft_ns", "pull", "D asked as soon as prefill had finished"),

@@ -46,7 +46,7 @@ def test_the_other_connector_is_of_the_requests_that_have_a_prediction(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = [pulled(i, decode_ms=i) for i in range(1, 102)]
-    made += [pulled(200, predicted_push_ttft_ns=None)]
+    made += [pulled(200, predicted_push_ttft_ns=None), pulled(201, outcome="in flight")]
     found = asked(capsys, store(tmp_path / "s.duckdb", made))["push"]
     assert found["requests"] == 101
     assert found["now_p50_ns"] == (90 + 51) * MS
