@@ -83,6 +83,8 @@ def side(text: str) -> Side:
         found: dict[str, str] = {}
         if part.startswith("label="):
             found = {"label": part.removeprefix("label=")}
+        elif part.strip() == "..":  # not the folder: the whole time
+            pass
         elif part.startswith("@") and ".." not in part:
             found = {"since": part, "until": f"{part}.end"}
         elif _is_path(part):
@@ -102,7 +104,10 @@ def side(text: str) -> Side:
                 ) from None
             where.append(part)
         if twice := found.keys() & parameters.keys():
-            raise UsageError(f"{printable(text)[:80]!r}: {min(twice)} is said twice")
+            what = "kind of traffic" if "label" in twice else "window"
+            raise UsageError(
+                f"{printable(text)[:80]!r}: a side is of one {what}; between A and B is a space, no comma"
+            )
         parameters |= found
     if where:
         parameters["where"] = where
@@ -190,6 +195,8 @@ LIMIT 1000
 @contextlib.contextmanager
 def _opened(one: Side, arguments: argparse.Namespace) -> Iterator[Source]:
     with opened("", str(one.path)) if one.path else open_source(arguments) as source:
+        if isinstance(source, StoreFile):
+            source.limits = source.limits._replace(seconds=FILE_S)
         yield source
 
 
@@ -273,6 +280,25 @@ def _flat(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}.{key}", inner) for key, inner in value.items())
         else:
             yield name, value
+
+
+def _shared(a: Sided, b: Sided, arguments: argparse.Namespace) -> int:
+    """Requests with a first token that are on both sides, where these are of the same source."""
+    paths = [Path(found).resolve() if (found := s.side.path or arguments.db) else None for s in (a, b)]
+    since_ns = max(a.workload.since_ns, b.workload.since_ns)
+    until_ns = min(a.workload.until_ns, b.workload.until_ns)
+    if paths[0] != paths[1] or a.workload.label != b.workload.label or since_ns >= until_ns:
+        return 0
+    filters = [text for one in (a, b) for text in one.side.parameters.get("where", ())]
+    parameters: dict[str, str | list[str]] = {
+        "since": str(since_ns),
+        "until": str(until_ns),
+        "label": a.workload.label,
+        "where": list(dict.fromkeys(filters)),
+    }
+    with _opened(a.side, arguments) as source:
+        (row,) = ask(source, "SELECT count(ttft_ns) AS requests FROM waits", parameters)
+    return int(row["requests"])
 
 
 # --- what differs ------------------------------------------------------------------------------------
@@ -434,20 +460,19 @@ def run(arguments: argparse.Namespace) -> int:
     for text in (arguments.a, arguments.b):
         one = side(text)
         with _opened(one, arguments) as source:
-            if isinstance(source, StoreFile):
-                source.limits = source.limits._replace(seconds=FILE_S)
             both.append(sided(source, one))
     a, b = both
     workload = workload_differences(a.workload, b.workload)
     configuration = configuration_differences(a.configuration, b.configuration)
     unlike = [one for one in (*workload, *configuration) if one.material]
     refused = bool(unlike) and not arguments.anyway
+    shared = 0 if refused else _shared(a, b, arguments)
     shifts = {} if refused else all_shifts(a, b)
     verdicts = [] if refused else [verdict(one, shifts) for one in limits]
     if arguments.json:
-        print_json(_json(a, b, workload, configuration, refused, shifts, verdicts))
+        print_json(_json(a, b, workload, configuration, refused, shared, shifts, verdicts))
     else:
-        print(told(a, b, workload, configuration, unlike, refused, shifts))
+        print(told(a, b, workload, configuration, unlike, refused, shared, shifts))
         for _, line in verdicts:
             print(line)
     return 1 if refused or any(outcome == "failed" for outcome, _ in verdicts) else 0
@@ -476,15 +501,18 @@ def told(
     configuration: Sequence[Difference],
     unlike: Sequence[Difference],
     refused: bool,
+    shared: int,
     shifts: Mapping[str, Mapping[str, Shift]],
 ) -> str:
     """For a terminal."""
     lines = [_about("A", a), _about("B", b)]
     for title, found in (("workload", workload), ("configuration", configuration)):
-        if title == "configuration" and not a.configuration and not b.configuration:
-            lines += ["", "configuration: not known of either side"]
+        unknown = [name for name, one in (("A", a), ("B", b)) if not one.configuration]
+        if title == "configuration" and unknown:
+            lines += ["", f"configuration: not known of {unknown[0] if len(unknown) == 1 else 'either side'}"]
             continue
-        lines += ["", f"{title}: {'differs' if found else 'alike'}"]
+        alike = "alike, with small differences" if found else "alike"
+        lines += ["", f"{title}: {'unlike' if any(one.material for one in found) else alike}"]
         if found:
             rows = [(one.what, one.a, one.b, "unlike" if one.material else "") for one in found]
             lines.append(table(("what", "A", "B", ""), rows, max_width=50))
@@ -501,6 +529,11 @@ def told(
         return "\n".join(lines)
     if unlike:
         lines += ["Compared although the runs are not alike: shifts have all of the causes above.", ""]
+    if shared:
+        lines += [
+            f"Warning: {shared} requests are on both sides; intervals and * are for sides that share none.",
+            "",
+        ]
     figures = [
         (
             name,
@@ -548,6 +581,7 @@ def _json(
     workload: Sequence[Difference],
     configuration: Sequence[Difference],
     refused: bool,
+    shared: int,
     shifts: Mapping[str, Mapping[str, Shift]],
     verdicts: Sequence[tuple[str, str]],
 ) -> dict[str, Any]:
@@ -560,6 +594,7 @@ def _json(
         "workload": [one._asdict() for one in workload],
         "configuration": [one._asdict() for one in configuration],
         "refused": refused,
+        "shared_requests": shared,
         "shifts": [
             {
                 "metric": name,

@@ -16,7 +16,8 @@
     POST /api/v1/labels               {"name": …, "kind": …, "since": …, "until": …, "note": …} or "remove"
     GET  /api/services, /api/traces … Jaeger's query API, for Grafana: see collectors/jaeger.py
 
-Errors are JSON, `{"error": one line, "hint": what to do}`. All input is untrusted: bodies are bounded
+Errors are JSON, `{"error": one line, "hint": what to do}`: 400 for what is refused before it runs, 422 for a
+query that fails (DuckDB's complaint, time, memory). All input is untrusted: bodies are bounded
 and validated, queries run with limits on time, rows and bytes: named ones in worker threads, a user's own SQL
 in a process of its own, which is killed when it takes too much (docs/sql.md). When a client closes its
 connection, what it asked is ended. A web page must not
@@ -510,7 +511,9 @@ async def _known_error(request: Request, error: Exception) -> Response:
         return _error(300, str(error), matches=error.matches)
     if isinstance(error, lookup.NotFound):
         return _error(404, str(error))
-    return _error(400 if isinstance(error, (UsageError, query.QueryError)) else 503, str(error))
+    if isinstance(error, query.QueryError):
+        return _error(422, str(error))
+    return _error(400 if isinstance(error, UsageError) else 503, str(error))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -299,7 +299,8 @@ def write_by_hand(
         seconds: after these the answer comes, with what is left to do.
 
     Returns:
-        `files` that were written, and `next_ns`: from when on (Unix time) to ask again, None when done.
+        `files` that were written; `next_ns`: from when on (Unix time) to ask again, None when done; and
+        `left_out_from_ns`: when the first hour begins that has not closed, None where none was asked for.
 
     Raises:
         UsageError: the directory or a moment won't do.
@@ -325,11 +326,18 @@ def write_by_hand(
         # Asked to go on after the last hour, which is whole, since is the end of that.
         if until_ns is not None and since_ns >= until_ns and since_ns != until_ns + -until_ns % HOUR_NS:
             raise UsageError("since is not before until; turn them round")
+        left_out_from_ns = closed_ns if until_ns is None or until_ns > closed_ns else None
         until_ns = closed_ns if until_ns is None else min(closed_ns, until_ns)
         rows = stored if into_own else relation
+        next_ns: int | None = None
         with target.locked():
             for hour_ns, written in archive.write(target, cursor, rows, since_ns, until_ns):
                 files += written
                 if hour_ns != archive.UNTIMED and time.monotonic() > end:
-                    return {"files": [one._asdict() for one in files], "next_ns": hour_ns + HOUR_NS}
-    return {"files": [one._asdict() for one in files], "next_ns": None}
+                    next_ns = hour_ns + HOUR_NS
+                    break
+    return {
+        "files": [one._asdict() for one in files],
+        "next_ns": next_ns,
+        "left_out_from_ns": left_out_from_ns,
+    }

@@ -357,7 +357,7 @@ class Store:
                     target.execute("DELETE FROM meta WHERE key = ?", [HOT_FROM])
             draft.rename(path)
         except (duckdb.Error, OSError) as error:
-            raise StoreError(_explain(path, error)) from None
+            raise StoreError(_explain(path, error).replace(draft.name, path.name)) from None
         finally:
             for left in (draft, draft.with_name(draft.name + ".wal")):
                 with contextlib.suppress(OSError):

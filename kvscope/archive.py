@@ -147,7 +147,7 @@ class Archive:
             handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             file = os.fdopen(handle, "w")
         except OSError as error:
-            raise explained(lock, error) from None
+            raise explained(self.directory, error) from None
         with file:
             end = time.monotonic() + _LOCK_S
             while not _try_lock(lock, file):

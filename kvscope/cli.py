@@ -94,6 +94,10 @@ _EXTRAS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `kvscope`; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if sys.stderr is None:  # closed; print would take standard output instead
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the end
+    if sys.stdout is None:
+        return _fail("standard output is closed; redirect it to a file or to /dev/null", 1)
     try:
         code = _run(arguments)
         sys.stdout.flush()

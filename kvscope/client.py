@@ -357,10 +357,11 @@ class StoreFile:
         return listed(self._connection.cursor())
 
     def frame(self, scope: frame.Scope) -> frame.Frame:
-        """The frame of a past window; its end, where `scope` says none, is that of the last request."""
+        """The frame of a past window; its end, where `scope` says none, is that of the last request, or now
+        where there is none."""
         last = "max(arrived_at_ns + coalesce(ttft_ns, 0) + coalesce(decode_generate_ns, 0))"
         if not scope.at:
-            scope = msgspec.structs.replace(scope, at=str((self._moments(last)[0] or 0) + 1))
+            scope = msgspec.structs.replace(scope, at=str((self._moments(last)[0] or time.time_ns()) + 1))
         return frame.build(self._connection.cursor(), scope, now_ns=time.time_ns())
 
     def span(self) -> tuple[int, int] | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from kvscope.errors import UsageError
+from kvscope.errors import KvscopeError, UsageError
 from kvscope.text import printable
 
 TELL_AFTER_S = 2.0
@@ -41,6 +41,7 @@ def new_file(path: Path, force: bool) -> Iterator[Path]:
 
     Raises:
         UsageError: as `check`.
+        KvscopeError: it can't be written.
     """
     check(path, force)
     # Of its own: neither what is there nor what another command writes is overwritten.
@@ -48,6 +49,12 @@ def new_file(path: Path, force: bool) -> Iterator[Path]:
     try:
         yield part
         os.replace(part, path)
+    except OSError as error:
+        if str(error.filename) != str(part):
+            raise
+        raise KvscopeError(
+            f"{printable(path)}: can't be written ({error.strerror}); name another file"
+        ) from None
     finally:
         part.unlink(missing_ok=True)
 

@@ -49,7 +49,7 @@ class Selection(NamedTuple):
 
 def moment_ns(value: str | int | None, now_ns: int | None = None, name: str = "since") -> int | None:
     """Unix nanoseconds of a moment: a duration before now, ISO 8601 (UTC unless it says otherwise) or Unix
-    nanoseconds; None where nothing is given.
+    nanoseconds; None where nothing is given. A small number, as text, is a forgotten unit; 0 is all.
 
     Raises:
         UsageError: it is none of these.
@@ -62,6 +62,8 @@ def moment_ns(value: str | int | None, now_ns: int | None = None, name: str = "s
     )
     if isinstance(value, int) or (value.isascii() and value.isdigit()):
         moment = int(value) if len(str(value)) < 20 else -1
+        if isinstance(value, str) and 0 < moment < _LEAST_NS:
+            raise UsageError(f"{name}: {value} is no moment; {_meant(moment)}")
     elif match := _ISO.fullmatch(value.strip()):
         try:
             moment = _iso_ns(match)
@@ -76,6 +78,19 @@ def moment_ns(value: str | int | None, now_ns: int | None = None, name: str = "s
     if not 0 <= moment < 2**63:
         raise wrong
     return moment
+
+
+_LEAST_NS = 10**16
+"""Of Unix nanoseconds that people write: April 1970. Less may be seconds, milliseconds or microseconds."""
+
+
+def _meant(number: int) -> str:
+    """What to write instead of a number that is too small for Unix nanoseconds."""
+    for factor in (10**9, 10**6, 10**3):
+        if 10**18 <= number * factor < 2**63:  # 2001 to 2262
+            return f"Unix time is in nanoseconds here: write {number * factor}"
+    minutes = number if number < 10_000 else 10
+    return f"write {minutes}m (minutes before now), 2026-11-29T15:54:09, or Unix nanoseconds"
 
 
 _ISO = re.compile(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 
@@ -66,18 +67,49 @@ def apply_during(arguments: argparse.Namespace) -> None:
 
 
 def daemon_url(arguments: argparse.Namespace) -> str:
-    """The daemon's address: flag, environment, settings."""
-    if url := arguments.url or os.environ.get("KVSCOPE_URL"):
+    """The daemon's address: flag, environment, settings.
+
+    Raises:
+        UsageError: the flags or the settings do not fit.
+    """
+    flags = any(getattr(arguments, f"setting_{name}", None) is not None for name in ("host", "port"))
+    if arguments.url and flags:
+        raise UsageError("--url stands for --host and --port; leave those away")
+    url = arguments.url or ("" if flags else os.environ.get("KVSCOPE_URL", ""))
+    if url and not arguments.config:
         return str(url)
     found = settings.load(arguments)
+    if url:
+        return str(url)
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(found.host, found.host)
     return f"http://{f'[{host}]' if ':' in host else host}:{found.port}"
 
 
-def open_source(arguments: argparse.Namespace) -> AbstractContextManager[Daemon | StoreFile]:
+def file_of(arguments: argparse.Namespace) -> str | None:
+    """The file that `--db` names, if any.
+
+    Raises:
+        UsageError: a daemon is named too.
+    """
+    db: str | None = getattr(arguments, "db", None)
+    if db and arguments.url:
+        raise UsageError("name a daemon (--url) or a file (--db), not both")
+    return db
+
+
+@contextmanager
+def open_source(arguments: argparse.Namespace) -> Iterator[Daemon | StoreFile]:
     """The file that `--db` names, else the daemon."""
-    db = getattr(arguments, "db", None)
-    return opened("" if db else daemon_url(arguments), db)
+    db = file_of(arguments)
+    with opened("" if db else daemon_url(arguments), db) as source:
+        try:
+            yield source
+        except UsageError as error:
+            said = str(error)
+            if not (getattr(arguments, "during", None) and said.startswith("since: no window")):
+                raise
+            # Who wrote --during knows of no since.
+            raise UsageError(said.replace("since", "--during", 1).replace("mean @", "mean ")) from None
 
 
 def print_json(value: object) -> None:

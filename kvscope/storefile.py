@@ -7,6 +7,7 @@ settings are locked. The store of a daemon with an archive (see `archive`) and i
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterator
@@ -84,7 +85,7 @@ def open_file(path: Path) -> duckdb.DuckDBPyConnection:
             raise KvscopeError(
                 f"{path}: a daemon is using it; ask the daemon instead (--url), or read a snapshot"
             ) from None
-        raise KvscopeError(f"{path}: not a DuckDB file that can be read ({one_line(error)})") from None
+        raise KvscopeError(f"{path}: {_refusal(path, error)}") from None
     try:
         lock(connection)
         _check(connection, path)
@@ -92,6 +93,17 @@ def open_file(path: Path) -> duckdb.DuckDBPyConnection:
         connection.close()
         raise
     return connection
+
+
+def _refusal(path: Path, error: duckdb.Error) -> str:
+    """Why DuckDB would not open a file to read it."""
+    import duckdb
+
+    if not os.access(path, os.R_OK):
+        return "it may not be read; have its owner allow it, or name a copy"
+    if isinstance(error, duckdb.CatalogException):  # DuckDB tells CSV and JSON by the name's end
+        return "its name is not that of a DuckDB file; name a store, a snapshot or a Parquet directory"
+    return f"not a DuckDB file that can be read ({one_line(error)})"
 
 
 def _check(connection: duckdb.DuckDBPyConnection, path: Path) -> None:
@@ -146,9 +158,8 @@ def _open_directory(path: Path) -> duckdb.DuckDBPyConnection:
     path = path.absolute()
     if reason := bad_directory(path):
         raise KvscopeError(f"{printable(path)}: {reason}")
-    patterns = {name: f"{LAYOUT}/{name}/d=*/h=*/*.parquet" for name in schema.BY_NAME}
-    filled = [name for name, pattern in patterns.items() if next(path.glob(pattern), None) is not None]
-    if not filled:
+    files = {name: found for name in schema.BY_NAME if (found := _files(path, name))}
+    if not files:
         raise KvscopeError(
             f"{printable(path)}: no kvscope Parquet directory; it would hold "
             f"{LAYOUT}/requests/d=YYYY-MM-DD/h=HH/*.parquet"
@@ -158,13 +169,15 @@ def _open_directory(path: Path) -> duckdb.DuckDBPyConnection:
         connection.execute(f"SET allowed_directories = [{literal(str(path))}]")
         lock(connection)
         connection.execute(_FILES_TABLE)
-        for name in filled:
-            connection.execute(_FILES_OF, [name, f"{path}/{patterns[name]}", TIMES[name]])
+        for name, found in files.items():
+            connection.execute(_FILES_OF, [name, found, TIMES[name]])
         for name in schema.BY_NAME:
             kind = "TABLE" if schema.BY_NAME[name].kept else "VIEW"
             connection.execute(f"CREATE {kind} {name} AS FROM {relation(connection, name)}")
     except duckdb.Error as error:
         connection.close()
+        for file in (file for found in files.values() for file in found):
+            _check_opens(file)
         raise KvscopeError(
             f"{printable(path)}: can't be read ({one_line(error)}); move a damaged file away to go without it"
         ) from None
@@ -172,6 +185,47 @@ def _open_directory(path: Path) -> duckdb.DuckDBPyConnection:
         connection.close()
         raise
     return connection
+
+
+def _files(directory: Path, table: str) -> list[str]:
+    """The table's files. Listed here, as `glob`, Python's and DuckDB's, passes over what it may not read.
+
+    Raises:
+        KvscopeError: a folder can't be listed.
+    """
+    folders = [f"{directory}/{LAYOUT}/{table}"]
+    for prefix in ("d=", "h="):
+        folders = [entry.path for entry in _entries(folders) if entry.name.startswith(prefix)]
+    return [
+        entry.path
+        for entry in _entries(folders)
+        # A link to nothing is for DuckDB to refuse.
+        if entry.name.endswith(".parquet") and (entry.is_symlink() or entry.is_file())
+    ]
+
+
+def _entries(folders: list[str]) -> Iterator[os.DirEntry[str]]:
+    for folder in folders:
+        try:
+            with os.scandir(folder) as entries:
+                yield from entries
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and not os.path.islink(folder):
+                continue  # a table without files
+            raise _unreadable(folder, error) from None
+
+
+def _check_opens(file: str) -> None:
+    try:
+        open(file, "rb").close()
+    except OSError as error:
+        raise _unreadable(file, error) from None
+
+
+def _unreadable(path: str, error: OSError) -> KvscopeError:
+    return KvscopeError(
+        f"{printable(path)}: can't be read ({error.strerror}); allow it, or move it away to go without it"
+    )
 
 
 _FILES_TABLE = """CREATE TABLE parquet_files (

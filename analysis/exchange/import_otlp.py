@@ -29,6 +29,8 @@ from kvscope.steps import TELEMETRY
 from kvscope.text import printable
 
 SPAN = "llm_request"
+OWN_SPANS = "spans of kvscope itself"
+"""What is left out of a file that `kvscope export otlp` wrote: it tells less than was stored."""
 HELD = 100_000
 """Requests whose legs are waited for; beyond it the oldest is stored as it is."""
 MAX_LEGS = 64
@@ -219,9 +221,10 @@ def _of_json(line: bytes, notes: Notes) -> Iterator[Span]:
     for resource in _list(found, *_TRACE_FIELDS):
         about = _json_attributes(_object(_get(resource, "resource")))
         for scope in _list(resource, "scopeSpans", "scope_spans", "instrumentationLibrarySpans"):
+            own = _object(_get(scope, "scope")).get("name") == "kvscope"
             for span in _list(scope, "spans"):
                 if _get(span, "name") != SPAN:
-                    notes.count(f"spans that are no {SPAN}")
+                    notes.count(OWN_SPANS if own else f"spans that are no {SPAN}")
                     continue
                 told = _span(
                     about,
@@ -336,7 +339,8 @@ def _of_protobuf(message: bytes, notes: Notes) -> Iterator[Span]:
         for scope in resource.scope_spans:
             for span in scope.spans:
                 if span.name != SPAN:
-                    notes.count(f"spans that are no {SPAN}")
+                    own = scope.scope.name == "kvscope"
+                    notes.count(OWN_SPANS if own else f"spans that are no {SPAN}")
                     continue
                 told = _span(
                     about,

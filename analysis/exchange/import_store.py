@@ -96,12 +96,12 @@ def opened(path: Path, force: bool) -> Iterator[Store]:
         KvscopeError: what is there is no store, or a daemon uses it.
     """
     if path.exists() and not force:
-        with contextlib.closing(_connect(_checked(path))) as connection:
+        with contextlib.closing(_connect(_checked(path), path)) as connection:
             yield from _filled(connection)
         return
     with new_file(path, force) as part:
         try:
-            with contextlib.closing(_connect(part)) as connection:
+            with contextlib.closing(_connect(part, path)) as connection:
                 storefile.create_tables(connection)
                 yield from _filled(connection)
         finally:
@@ -128,7 +128,8 @@ def _checked(path: Path) -> Path:
     return path
 
 
-def _connect(path: Path) -> duckdb.DuckDBPyConnection:
+def _connect(path: Path, target: Path) -> duckdb.DuckDBPyConnection:
+    """Open `path` to write it; what goes wrong is told of `target`, which is what the user named."""
     import duckdb
 
     try:
@@ -141,7 +142,8 @@ def _connect(path: Path) -> duckdb.DuckDBPyConnection:
             },
         )
     except duckdb.Error as error:
-        raise KvscopeError(f"{printable(path)}: {storefile.one_line(error)}") from None
+        said = storefile.one_line(error).replace(path.name, target.name)
+        raise KvscopeError(f"{printable(target)}: can't be written ({said}); name another file") from None
 
 
 def table_batches(connection: duckdb.DuckDBPyConnection, table: str, rows: int) -> Iterator[pyarrow.Table]:

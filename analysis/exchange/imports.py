@@ -75,6 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--year is a year such as 2026")
     label = checked_text("label", IMPORTED if arguments.label is None else arguments.label)
     offset = _offset(arguments.utc_offset)
+    for path in arguments.sources:
+        if arguments.output.exists() and path.exists() and path.samefile(arguments.output):
+            raise UsageError(f"{printable(path)} is both source and target; name another target with -o")
     kinds = [arguments.kind or _kind(path) for path in arguments.sources]
     notes = Notes()
     with opened(arguments.output, arguments.force) as store:
@@ -174,6 +177,8 @@ def _nothing(sources: list[Path], kinds: list[str], notes: Notes) -> str:
     names = ", ".join(printable(path.name) for path in sources[:3])
     why = _counts({**notes.not_understood, **notes.left_out})
     hint = " (is it of VLLM_LOGGING_LEVEL=DEBUG?)" if LOG in kinds else ""
+    if notes.left_out[import_otlp.OWN_SPANS]:
+        hint = " (import takes vLLM's traces, not those of kvscope, which a snapshot or an archive moves)"
     return f"nothing to import in {names}{hint}{': ' + why if why else ''}"
 
 

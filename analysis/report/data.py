@@ -158,8 +158,11 @@ def gather(
         since_ns = max(1, until_ns - LAST_NS) if since_ns is None else since_ns
     elif since_ns is not None and until_ns is None:
         until_ns = _end_ns(source, now_ns)
+        if since_ns >= until_ns:
+            until_ns = now_ns  # nothing is stored since: the window is empty
     if since_ns is not None and until_ns is not None and since_ns >= until_ns:
-        raise UsageError("since is not before until, or nothing is stored since; ask for another window")
+        wrong = "since is not before until" if until else "since is in the future"
+        raise UsageError(f"{wrong}; ask for another window")
     by_label = _by_label(source, since_ns, until_ns)
     if label is None:
         named = [str(one.value) for one in filters if (one.column, one.operator) == ("label", "=")]

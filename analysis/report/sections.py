@@ -98,8 +98,8 @@ def report(found: Gathered, title: str | None = None) -> Report:
 
 
 def is_simulated(found: Gathered) -> bool:
-    """Whether the label or an engine that served its requests says so."""
-    rows = engines.serving(found)
+    """Whether the label or an engine that served its requests says so; without requests no engine did."""
+    rows = engines.serving(found) if found.stored else []
     said = [found.scope.label, *(str(row[name] or "") for row in rows for name in ("label", "kvscope"))]
     return any(text.startswith(SIMULATED) for text in said)
 
@@ -281,7 +281,9 @@ def _overview(found: Gathered) -> Section:
     ]
     section.parts = [
         Bars(
-            "What TTFT is made of", "Each bar is all time to first token; its length in ms is the mean.", bars
+            "What TTFT is made of",
+            "Each bar is the mean TTFT, split by class; its figure is the mean in ms.",
+            bars,
         ),
         _table(
             "TTFT by connector",
@@ -349,7 +351,7 @@ def _bands(found: Gathered) -> Section:
     section.parts = [
         Bars(
             "What TTFT is made of, by band",
-            "Each bar is all of its band; its length in ms is the mean.",
+            "Each bar is the mean TTFT of its band, split by class; its figure is the mean in ms.",
             bars,
         ),
         _table(
@@ -413,7 +415,8 @@ def _pairs(found: Gathered) -> Section:
         section.text.append("No request had both.")
         return section
     split = [row for row in found.rows("fleet") if row["level"] == "pair" and row["requests"]]
-    split.sort(key=lambda row: -(row["mean_ttft_ms"] or 0) * (row["coordination_percent"] or 0))
+    place = {_pair_key(row): number for number, row in enumerate(rows)}
+    split.sort(key=lambda row: place.get(_pair_key(row), len(rows)))
     scale = max((row["mean_ttft_ms"] or 0 for row in split[:MAX_PAIRS]), default=0) or 1
     bars = [
         Stack(
@@ -426,7 +429,7 @@ def _pairs(found: Gathered) -> Section:
         )
         for row in split[:MAX_PAIRS]
     ]
-    about = "The length of a bar is the pair's mean TTFT; the longest coordination wait comes first."
+    about = "The length of a bar is the pair's mean TTFT; the order is that of the table."
     names = (
         "connector", "p_engine", "d_engine", "requests", "not_finished", "p50_ttft_ms", "p99_ttft_ms",
         "p50_coordination_ms", "p50_transfer_ms", "transferred_bytes", "p50_gb_per_s", "best_gb_per_s",
@@ -439,6 +442,10 @@ def _pairs(found: Gathered) -> Section:
         _table("Pairs", names, rows, most=MAX_PAIRS),
     ]
     return section
+
+
+def _pair_key(row: Row) -> tuple[Any, ...]:
+    return row["connector"], row["p_engine"], row["d_engine"]
 
 
 def _engines(found: Gathered) -> Section:

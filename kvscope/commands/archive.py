@@ -31,6 +31,7 @@ from kvscope.commands import (
 )
 from kvscope.errors import UsageError
 from kvscope.selection import moment_ns
+from kvscope.source import file_of
 from kvscope.text import printable, size, utc
 from kvscope.windows import moment
 
@@ -52,27 +53,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     apply_during(arguments)
     directory = arguments.directory.absolute()
-    if arguments.db:
+    if file_of(arguments):
         steps = _from_file(arguments, directory)
     elif arguments.all:
         raise UsageError("--all is for a file (--db): take a snapshot of the daemon first, and archive that")
     else:
         steps = Daemon(daemon_url(arguments)).archive(directory, arguments.since, arguments.until)
     files: list[Done] = []
+    left_out_from_ns: int | None = None
     next_line = time.monotonic() + TELL_EVERY_S
     for step in steps:
         files += step["files"]
+        left_out_from_ns = left_out_from_ns or step.get("left_out_from_ns")
         if sys.stderr.isatty() and step["files"] and time.monotonic() > next_line:
             next_line = time.monotonic() + TELL_EVERY_S
             hour = step["files"][-1]["hour_ns"]
             print(f"{'' if hour is None else utc(hour)[:13] + 'h: '}{_sum(files)}", file=sys.stderr)
     if arguments.json:
         totals = {name: sum(one[name] for one in files) for name in ("rows", "bytes")}
-        print_json({"path": str(directory), "hours": _hours(files), **totals, "files": files})
-    elif files:
-        print(f"{printable(directory)}: {_sum(files)}")
-    else:
-        print(f"{printable(directory)}: nothing new")
+        print_json(
+            {
+                "path": str(directory),
+                "hours": _hours(files),
+                **totals,
+                "left_out_from_ns": left_out_from_ns,
+                "files": files,
+            }
+        )
+        return 0
+    print(f"{printable(directory)}: {_sum(files) if files else 'nothing new'}")
+    if left_out_from_ns is not None:
+        until = f"{utc(left_out_from_ns)[:16]} UTC"
+        more = "--all takes it too" if arguments.db else "archive a snapshot (--db FILE --all) to have it now"
+        print(f"hours have closed up to {until}; what began later is left out ({more})")
     return 0
 
 
@@ -87,7 +100,7 @@ def _sum(files: list[Done]) -> str:
 
 
 def _from_file(arguments: argparse.Namespace, directory: Path) -> Iterator[Done]:
-    from kvscope import archive, storefile
+    from kvscope import archive, schema, storefile
 
     path = Path(arguments.db)
     if path.is_dir():
@@ -102,8 +115,15 @@ def _from_file(arguments: argparse.Namespace, directory: Path) -> Iterator[Done]
             until_ns = moment_ns(moment(cursor, arguments.until, "until"), name="until")
             if until_ns is not None and since_ns >= until_ns:
                 raise UsageError("since is not before until; turn them round")
-            closed_ns = archive.closed_until_ns(time.time_ns())
             if not arguments.all:
+                closed_ns = archive.closed_until_ns(time.time_ns())
+                from_ns = max(since_ns, closed_ns)
+                left_out = (until_ns is None or from_ns < until_ns) and any(
+                    archive.hours(cursor, storefile.stored, table.name, from_ns, until_ns)
+                    for table in schema.TABLES
+                    if not table.kept
+                )
+                yield {"files": [], "left_out_from_ns": closed_ns if left_out else None}
                 until_ns = closed_ns if until_ns is None else min(until_ns, closed_ns)
             with target.locked():
                 for _, written in archive.write(target, cursor, storefile.stored, since_ns, until_ns):

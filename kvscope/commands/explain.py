@@ -34,9 +34,10 @@ def run(arguments: argparse.Namespace) -> int:
         with open_source(arguments) as source:
             found = source.request(arguments.request)
     except Ambiguous as error:
+        print(f"kvscope: {error}", file=sys.stderr)
         rows = [(m["id"], m["client_id"], utc(m["arrived_at_ns"]), m["outcome"]) for m in error.matches]
         print(table(("id", "client id", "arrived (UTC)", "outcome"), rows), file=sys.stderr)
-        raise
+        return error.exit_code
     if arguments.json:
         print_json(found)
     else:

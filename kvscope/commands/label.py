@@ -6,13 +6,15 @@ examples:
   kvscope label v1.4 --kind release --note 'block size 32'
   kvscope label nightly-12 --kind benchmark --since 2026-11-29T01:00 --until 2026-11-29T02:00
   kvscope label outage-7 --note 'the link renegotiated to 100 Gb/s'
+  kvscope label outage-7
   kvscope label outage-7 --remove
   kvscope label --list
 
-A new window begins now unless --since says otherwise, and has no end without --until. Requests without a
-label of their own (KVSCOPE_LABEL) that arrived in a window of kind benchmark count as of label NAME, not as
-production: in questions, lists and kvscope top. Prometheus counters were counted already and stay. Names
-and notes go to the daemon, or with --db into a store or a snapshot that no daemon uses.
+A name alone shows that window. A new one begins now unless --since says otherwise, and has no end without
+--until. Requests without a label of their own (KVSCOPE_LABEL) that arrived in a window of kind benchmark
+count as of label NAME, not as production: in questions, lists and kvscope top. Prometheus counters were
+counted already and stay. Names and notes go to the daemon, or with --db into a store or a snapshot that no
+daemon uses.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from kvscope.client import Daemon, change_label
 from kvscope.commands import add_source_arguments, daemon_url, open_source, print_json
 from kvscope.errors import UsageError
 from kvscope.labels import Change, Label
-from kvscope.text import table, utc
+from kvscope.source import file_of
+from kvscope.text import printable, table, utc
 from kvscope.windows import KINDS
 
 
@@ -60,11 +63,20 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if a.list:
         raise UsageError("--list tells all windows; leave the name away")
+    if not (a.remove or a.by or any(value is not None for value in (a.kind, a.since, a.until, a.note))):
+        with open_source(a) as source:
+            found = [one for one in source.labels() if one.name == a.name]
+        if not found:
+            raise UsageError(
+                f"no window {printable(a.name)[:80]!r}; --list tells those there are, a new one needs --kind"
+            )
+        _show(found, a.json)
+        return 0
     change = Change(
         name=a.name, kind=a.kind, since=a.since, until=a.until, note=a.note, by=a.by, remove=a.remove
     )
-    if a.db:
-        found = change_label(Path(a.db), change)
+    if path := file_of(a):
+        found = change_label(Path(path), change)
     else:
         daemon = Daemon(daemon_url(a))
         try:

@@ -10,8 +10,9 @@ examples:
   kvscope query "SELECT * FROM waits" --since 1h -o waits.parquet
 
 The tables hold only what the parameters select; a daemon's table requests also has those in flight that have
-had their first token. Parquet and Arrow go to a file (-o) or a pipe, with all types as they are. `kvscope
-shell` takes one query after the other; docs/sql.md says more.
+had their first token. Parquet and Arrow go to a file (-o) or a pipe, with all types as they are. The flags
+--sql-* are for --db: a daemon has limits of its own. `kvscope shell` takes one query after the other;
+docs/sql.md says more.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name == "where":
             parser.add_argument("--where", action="append", metavar="FILTER", help=f"{doc}; repeatable")
         else:
-            parser.add_argument(f"--{name}", metavar=name.upper(), help=doc)
+            of = ", of questions that take it" if name == "limit" else ""
+            parser.add_argument(f"--{name}", metavar=name.upper(), help=doc + of)
     add_during_argument(parser)
     parser.add_argument(
         "--format",

@@ -28,10 +28,17 @@ LIMITS = ("sql_rows", "sql_bytes", "sql_seconds")
 
 
 def set_limits(source: Daemon | StoreFile, arguments: argparse.Namespace) -> None:
-    """Give queries of a file the limits of the settings; a daemon has its own."""
+    """Give queries of a file the limits of the settings; a daemon has its own.
+
+    Raises:
+        UsageError: there are flags for limits of a daemon.
+    """
     if isinstance(source, StoreFile):
         found = settings.load(arguments)
         source.limits = Limits(found.sql_rows, found.sql_bytes, found.sql_seconds)
+    elif given := [name for name in LIMITS if getattr(arguments, f"setting_{name}") is not None]:
+        flag = "--" + given[0].replace("_", "-")
+        raise UsageError(f"{flag} is for --db; a daemon has limits of its own (its setting {given[0]})")
 
 
 def format_of(named: str | None, path: Path | None) -> str:
@@ -87,6 +94,8 @@ class Target:
             # Whether to replace what is there was asked before.
             with outfile.new_file(self.path, force=True) as part:
                 part.write_bytes(content)
+        if self.format == TABLE and not rows:
+            print(_no_rows(parameters.get("label")), file=sys.stderr)
         if approximate:
             print(f"approximate: {approximate}", file=sys.stderr)
         if truncated:
@@ -95,6 +104,14 @@ class Target:
                 f"cut after {rows} rows; ask for less, or raise {whose} settings sql_rows or sql_bytes",
                 file=sys.stderr,
             )
+
+
+def _no_rows(label: object) -> str:
+    if not label:
+        return "no rows"
+    if label == "production":
+        return "no rows of label 'production'; production itself is the empty label, ''"
+    return f"no rows of label {printable(label)[:80]!r}; the question ttft tells each label there is"
 
 
 def _binary(found: pyarrow.Table, format_: str) -> bytes:

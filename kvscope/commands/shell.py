@@ -6,7 +6,8 @@ examples:
   kvscope shell --db snapshot.duckdb --since '2026-11-29 15:00' --label ''
   echo 'SELECT connector, count(*) FROM requests GROUP BY ALL;' | kvscope shell --format csv
 
-Type .help for its commands. Ctrl-C cancels what is typed or runs, Ctrl-D leaves.
+Type .help for its commands. Ctrl-C cancels what is typed or runs, Ctrl-D leaves. The flags --sql-* are for
+--db: a daemon has limits of its own.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
     _check(scope)
     with open_source(arguments) as source:
         set_limits(source, arguments)
+        if isinstance(source, Daemon):
+            source.status()  # that it is there is told now, not after the first query
         shell = Shell(source, scope, arguments.format)
         if sys.stdin.isatty():
             return _converse(shell)
@@ -101,7 +104,10 @@ class Shell:
         return f"{PROMPT} {shown}> " if shown else f"{PROMPT}> "
 
     def statement(self, sql: str) -> None:
-        """Ask one SELECT."""
+        """Ask one SELECT, or the question whose name it is."""
+        if sql in questions():
+            self.ask(sql)
+            return
         self._ask("", sql, applicable(sql))
 
     def command(self, line: str) -> None:
@@ -145,6 +151,8 @@ class Shell:
 
     def ask(self, rest: str) -> None:
         name, _, limit = rest.rstrip(";").partition(" ")
+        if not name:
+            raise UsageError("write .ask NAME; .questions tells the names")
         question = checked(name, {"limit": limit} if limit else {})
         kept = self.scope
         self.scope = {**kept, **({"limit": limit.strip()} if limit else {})}
@@ -169,6 +177,8 @@ class Shell:
     def set_output(self, rest: str) -> None:
         path = Path(_unquoted(rest)).expanduser() if rest else None
         if path is not None:
+            if path.is_file():
+                raise UsageError(f"{printable(path)} is there already; name another file")
             Target(format_of(None, path), path)  # complains of it now, not after the query
         self.output = path
 
@@ -191,7 +201,7 @@ COMMANDS = {
     ".tables": Command(".tables", "the tables and views, and what they hold", Shell.tables),
     ".schema": Command(".schema TABLE", "its columns, their types and meanings", Shell.schema),
     ".questions": Command(".questions", "the named questions", Shell.questions),
-    ".ask": Command(".ask NAME [LIMIT]", "answer a named question", Shell.ask),
+    ".ask": Command(".ask NAME [LIMIT]", "answer a named question, as does NAME; some take LIMIT", Shell.ask),
     ".since": Command(".since [MOMENT]", "only what began then or later; alone: all", _sets("since")),
     ".until": Command(".until [MOMENT]", "only what began before; alone: all", _sets("until")),
     ".label": Command(".label [LABEL]", "only this label ('': production); alone: all", _sets("label")),

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from kvscope.client import Daemon
 from kvscope.commands import add_source_arguments, daemon_url, print_json
+from kvscope.errors import UsageError
+from kvscope.text import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    daemon = Daemon(daemon_url(arguments))
     path = arguments.file.absolute()
+    if path.suffix != ".duckdb":
+        raise UsageError(f"{printable(arguments.file)}: name a file that ends in .duckdb")
+    daemon = Daemon(daemon_url(arguments))
     daemon.snapshot(path, arguments.all)
     if arguments.json:
         print_json({"path": str(path)})

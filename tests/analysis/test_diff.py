@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,9 @@ def test_the_same_load_again_shows_noise_as_noise(
 ) -> None:
     code, out, _ = run(capsys, files["before"], files["again"], "--fail-if", "ttft.p50 > +10%")
     assert code == 0
-    assert "workload: alike" in out
-    assert "configuration: alike" in out
+    assert re.search(r"^workload: alike(, with small differences)?$", out, re.MULTILINE)
+    assert "configuration: alike\n" in out
+    assert "Warning" not in out
     assert "held" in out
 
 
@@ -147,6 +149,7 @@ def test_unlike_loads_are_not_ranked_unless_asked(
 ) -> None:
     code, out, _ = run(capsys, files["before"], files["longer"])
     assert code == 1
+    assert "workload: unlike\n" in out
     assert "Not compared" in out
     assert "prompt tokens, median" in out
     assert "--anyway" in out
@@ -216,6 +219,9 @@ def test_configurations_that_are_not_known_are_not_called_alike(
     paths = [str(store(tmp_path / f"{name}.duckdb", some(60, 1))) for name in "ab"]
     cli.main(["diff", *paths])
     assert "configuration: not known of either side" in capsys.readouterr().out
+    known = store(tmp_path / "known.duckdb", some(60, 2), engines=ENGINES)
+    cli.main(["diff", str(known), paths[0]])
+    assert "configuration: not known of B\n" in capsys.readouterr().out
 
 
 def test_a_sequential_router_is_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,6 +278,36 @@ def test_windows_and_filters_choose_requests(
     assert (answer["a"]["requests"], answer["b"]["requests"]) == (200, 200)
 
 
+def test_small_differences_are_told_and_called_alike(
+    files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = some(400, 2)
+    for row in made[:210]:
+        row["prompt_tokens"] += 20
+    code, out, _ = run(capsys, files["before"], store(tmp_path / "s.duckdb", made, engines=ENGINES))
+    assert code == 0
+    assert "workload: alike, with small differences\n" in out
+    assert "prompt tokens, median" in out
+
+
+def test_requests_on_both_sides_are_warned_of(
+    files: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    middle, later = rows.T0_NS + 200 * 10**9, rows.T0_NS + 250 * 10**9
+    path = files["before"]
+    _, out, _ = run(capsys, "--db", path, f"..{later}", f"{middle}..")
+    assert "Warning: 50 requests are on both sides" in out
+    for a, b, shared in (
+        ("..", "..", 400),
+        (f"{path},..{later}", f"{middle}..", 50),
+        (f"..{middle}", f"{middle}..", 0),
+        (f"..{later},id<{rows.request(0)['id'] + 10}", "..", 10),
+        (f"{files['again']}", "..", 0),
+    ):
+        _, answer = asked(capsys, "--db", path, a, b, "--anyway")
+        assert answer["shared_requests"] == shared, (a, b)
+
+
 def test_named_windows_are_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One of production, and one of a benchmark, whose requests count as of its name."""
     windows = [
@@ -302,12 +338,20 @@ def test_sides_are_read() -> None:
     assert side("2h..1h").parameters == {"since": "2h", "until": "1h"}
     assert side("1h..").parameters == {"since": "1h"}
     assert side("..").parameters == {}
+    assert (side("..").path, side("..,label=x").path) == (None, None)
     assert side("@nightly").parameters == {"since": "@nightly", "until": "@nightly.end"}
     assert side("@a..@b.end").parameters == {"since": "@a", "until": "@b.end"}
     assert side("label=").parameters == {"label": ""}
     assert side("gone/before.duckdb,label=x").path == Path("gone/before.duckdb")
     assert side("../a.duckdb").path == Path("../a.duckdb")
     assert side("connector=push,2h..").parameters == {"since": "2h", "where": ["connector=push"]}
+
+
+def test_two_windows_on_a_side_are_told_in_the_users_words() -> None:
+    with pytest.raises(UsageError, match="a side is of one window; between A and B is a space"):
+        side("@w1,@w2")
+    with pytest.raises(UsageError, match="a side is of one kind of traffic"):
+        side("label=a,label=b")
 
 
 @pytest.mark.parametrize(

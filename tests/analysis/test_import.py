@@ -193,7 +193,8 @@ def test_what_kvscope_exports_is_not_mistaken_for_vllms(
     assert cli.main(["export", "otlp", "--db", str(db), "-o", str(tmp_path / "t.jsonl")]) == 0
     assert cli.main(["import", str(tmp_path / "t.jsonl"), "-o", str(tmp_path / "t.duckdb")]) == 1
     assert "nothing to import in t.jsonl" in (said := capsys.readouterr().err)
-    assert "spans that are no llm_request" in said
+    assert "takes vLLM's traces, not those of kvscope, which a snapshot or an archive moves" in said
+    assert "spans of kvscope itself" in said
     assert not (tmp_path / "t.duckdb").exists()
 
 
@@ -423,6 +424,17 @@ def test_a_file_that_is_no_store_is_not_touched(tmp_path: Path, capsys: pytest.C
     assert target.read_text() == "mine"
     imported(target, TRACES, "--force")
     assert len(requests(target)) == 5
+
+
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_a_source_is_not_the_target(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], force: list[str]
+) -> None:
+    path = store(tmp_path / "s.duckdb", [rows.PUSH])
+    (tmp_path / "link.duckdb").symlink_to(path)
+    assert cli.main(["import", str(tmp_path / "link.duckdb"), "-o", str(path), *force]) == 2
+    assert "is both source and target" in capsys.readouterr().err
+    assert len(requests(path)) == 1
 
 
 def test_a_failure_leaves_a_store_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

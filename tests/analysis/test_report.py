@@ -357,6 +357,29 @@ def test_a_simulated_neighbour_does_not_make_it_simulated(tmp_path: Path) -> Non
     assert made.json["simulated"] is False
 
 
+def test_the_chart_of_pairs_is_in_the_order_of_its_table(tmp_path: Path) -> None:
+    """Whose median is the higher may have the lower mean."""
+    steady = [row | {"id": row["id"] + 1000, "d_engine": "steady"} for row in many(20)]
+    rare = [
+        rows.request(
+            number,
+            ("prefill.compute", 0, 30),
+            ("registration.route", 30, 30 + route),
+            ("decode.first_step", 30 + route, 40 + route),
+            ("decode.generate", 40 + route, 100 + route),
+            connector="pull",
+            id=2**62 + number,
+            d_engine="rare",
+        )
+        for number, route in enumerate([5.0] * 15 + [5000.0] * 5)
+    ]
+    document = tell(store(tmp_path / "s.duckdb", [*steady, *rare])).document
+    first, second = [row[2] for row in document.tables["Pairs"][1:]]
+    assert (first, second) == ("steady", "rare")
+    chart = document.text[document.text.index("Mean TTFT of pairs") :]
+    assert chart.index("→ steady") < chart.index("→ rare")
+
+
 def test_engines_that_differ_are_named_with_what_differs(db: Path) -> None:
     found = tell(db, "connector=push").document.tables["In what the engines differ"]
     assert ["vllm", "0.32.0", "engine-p"] in found
@@ -476,6 +499,20 @@ def test_an_empty_window_gives_a_page_that_says_so(
     assert document.wrong == []
 
 
+def test_since_after_all_that_a_file_has_is_an_empty_window(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Engines that served nothing of it do not make it simulated."""
+    engines = [rows.engine(1, "engine-p", "scheduler", kvscope="simulated")]
+    old = many(3, label="simulated", arrived_at_ns=rows.T0_NS - 365 * 86400 * 10**9)
+    path = store(tmp_path / "s.duckdb", old, engines=engines)
+    found = as_json(capsys, "--db", path, "--since", "1s")
+    assert "No request arrived in this window." in found["verdict"]
+    assert found["simulated"] is False
+    assert found["until_ns"] - found["since_ns"] == 10**9
+    assert as_json(capsys, "--db", path, "--since", "1s", "--label", "simulated")["simulated"] is True
+
+
 def test_a_store_without_a_single_row(tmp_path: Path) -> None:
     made = tell(store(tmp_path / "empty.duckdb", []))
     assert "No request arrived in this window." in made.document.text
@@ -551,7 +588,7 @@ def test_the_suffix_says_the_format(db: Path, tmp_path: Path, capsys: pytest.Cap
         (("--since", "yesterday"), "is no duration before now"),
         (("--since", "@nothing"), "no window 'nothing'"),
         (("--since", "2026-11-29T16:00", "--until", "2026-11-29T15:00"), "since is not before until"),
-        (("--since", "2027-01-01"), "since is not before until"),
+        (("--since", "2027-01-01"), "since is in the future"),
         (("--where", "colour=red"), "no column 'colour'"),
         (("--during", "a", "--since", "1h"), "leave those away"),
     ],

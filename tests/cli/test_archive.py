@@ -16,6 +16,7 @@ import duckdb
 import pytest
 
 from kvscope import client, storefile
+from kvscope.text import utc
 
 from ..collectors.collecting import Served
 from . import rows
@@ -69,8 +70,16 @@ def test_a_file_is_archived_but_for_the_hour_that_goes_on(run: Run, store: Path,
     assert told["rows"] == sum(one["rows"] for one in told["files"])
     assert told["bytes"] == sum(path.stat().st_size for path in target.rglob("*.parquet"))
     assert count(target) == 45
+    left_out_from_ns = told["left_out_from_ns"]
+    assert left_out_from_ns % HOUR_NS == 0
+    assert left_out_from_ns < time.time_ns()
     again = run("archive", str(target), "--db", str(store))
-    assert again.stdout == f"{target}: nothing new\n"
+    assert again.stdout == (
+        f"{target}: nothing new\nhours have closed up to {utc(left_out_from_ns)[:16]} UTC; "
+        "what began later is left out (--all takes it too)\n"
+    )
+    earlier = run("archive", str(target), "--db", str(store), "--until", "5h")
+    assert earlier.stdout == f"{target}: nothing new\n"
     more = run("archive", str(target), "--db", str(store), "--all")
     assert re.fullmatch(r".*: 1 hour, 9 rows, [\d.]+ kB written\n", more.stdout)
     assert count(target) == 54
@@ -84,6 +93,11 @@ def test_only_the_hours_asked_for(run: Run, store: Path, tmp_path: Path) -> None
         at_ns - at_ns % HOUR_NS
     }
     assert count(tmp_path / "new") == 9
+
+
+def test_a_snapshot_takes_any_path_of_the_right_ending(run: Run) -> None:
+    result = run("snapshot", "copy.db")
+    assert (result.returncode, result.stderr) == (2, "kvscope: copy.db: name a file that ends in .duckdb\n")
 
 
 @pytest.mark.parametrize(
@@ -171,7 +185,11 @@ def test_a_daemon_with_an_archive_answers_as_before(served: Served, run: Run, tm
     assert result.returncode == 0, result.stderr
     assert count(tmp_path / "copy") == 45, "all but the hour that has not closed"
     result = run("archive", str(tmp_path / "archive"), "--url", served.url)
-    assert result.stdout == f"{tmp_path / 'archive'}: nothing new\n"
+    told, left_out = result.stdout.splitlines()
+    assert told == f"{tmp_path / 'archive'}: nothing new"
+    assert "what began later is left out (archive a snapshot" in left_out
+    earlier = run("archive", str(tmp_path / "archive"), "--url", served.url, "--until", "5h")
+    assert earlier.stdout == f"{tmp_path / 'archive'}: nothing new\n"
     refused = run("archive", str(tmp_path / "archive" / "inside"), "--url", served.url)
     assert (refused.returncode, "the daemon's archive is" in refused.stderr) == (2, True)
     for body in ({"path": "relative"}, {"path": "/tmp/\x1b"}, {"path": ""}, {"path": "/x", "more": 1}):

@@ -119,6 +119,7 @@ def test_the_address_comes_from_flag_environment_or_settings(run: Run, url: str)
     assert "http://127.0.0.1:9;" in failed(run("requests", "--port", "9", KVSCOPE_URL=""), 3)
     assert run("requests", KVSCOPE_URL="", KVSCOPE_PORT=port).returncode == 0
     assert run("requests", "--url", url, KVSCOPE_URL="http://127.0.0.1:9").returncode == 0
+    assert run("requests", "--port", port, KVSCOPE_URL="http://127.0.0.1:9").returncode == 0
     assert "kvscope: " in failed(run("requests", KVSCOPE_URL="", KVSCOPE_PORT="many"), 2)
 
 
@@ -153,12 +154,10 @@ def test_another_server_is_not_taken_for_a_daemon(run: Run) -> None:
         (["requests", "--lim", "3"], 2, "unrecognized"),
         (["explain"], 2, "REQUEST"),
         (["explain", "nobody"], 1, "no request 'nobody'"),
-        (["explain", "req-000"], 1, "8 requests match"),
         (["explain", ""], 2, "an id has"),
         (["query"], 2, "kvscope query --list"),
         (["query", "nope"], 2, "there are: coordination_load"),
         (["query", "nope", "--describe"], 2, "there are: coordination_load"),
-        (["query", "SELECT nope FROM requests"], 2, "nope"),
         (["query", "DROP TABLE requests"], 2, "only SELECT"),
         (["query", "SELECT 1 --" + "x" * 65536], 2, "64 KiB"),
         (["query", "ttft", "--limit", "5"], 2, "takes no parameter"),
@@ -172,12 +171,21 @@ def test_another_server_is_not_taken_for_a_daemon(run: Run) -> None:
         (["query", "SELECT 1", "--label", ""], 2, "does not read requests"),
         (["snapshot", "copy.db"], 2, "ends in .duckdb"),
         (["requests", "--config", "/absent.toml", "--url", ""], 2, "no such settings file"),
+        (["query", "ttft", "--config", "/absent.toml"], 2, "no such settings file"),
+        (["query", "ttft", "--port", "99999"], 2, "--port: '99999' does not fit"),
+        (["query", "ttft", "--port", "9", "--url", "http://x"], 2, "--url stands for --host and --port"),
+        (["query", "ttft", "--db", "x.duckdb", "--url", "http://x"], 2, "not both"),
+        (["label", "x", "--db", "x.duckdb", "--url", "http://x", "--remove"], 2, "not both"),
+        (["query", "ttft", "--sql-seconds", "2"], 2, "--sql-seconds is for --db"),
+        (["shell", "--sql-rows", "2"], 2, "--sql-rows is for --db"),
+        (["query", "ttft", "--since", "10"], 2, "since: 10 is no moment; write 10m"),
+        (["requests", "--since", "1795913000"], 2, "write 1795913000000000000"),
     ],
 )
 def test_bad_input_is_one_line_and_its_exit_code(
     run: Run, arguments: list[str], code: int, words: str
 ) -> None:
-    environment = {"KVSCOPE_URL": ""} if "--config" in arguments else {}
+    environment = {"KVSCOPE_URL": ""} if "" in arguments and "--config" in arguments else {}
     line = failed(run(*arguments, **environment), code)
     assert words in line
     assert line.startswith("kvscope")
@@ -186,7 +194,8 @@ def test_bad_input_is_one_line_and_its_exit_code(
 def test_what_matches_is_listed_when_an_id_is_ambiguous(run: Run) -> None:
     result = run("explain", "req-000")
     assert str(rows.PULL["id"]) in result.stderr
-    assert result.stderr.splitlines()[-1] == "kvscope: 8 requests match 'req-000'; write more of the id"
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[0] == "kvscope: 8 requests match 'req-000'; write more of the id"
     assert result.stdout == ""
 
 
@@ -218,7 +227,7 @@ def test_a_reader_that_stops_reading_is_no_error(url: str, characters: int) -> N
 
 @pytest.fixture(params=["daemon", "file"])
 def source(request: pytest.FixtureRequest, store_file: Path) -> list[str]:
-    return [] if request.param == "daemon" else ["--db", str(store_file), "--url", "http://127.0.0.1:9"]
+    return [] if request.param == "daemon" else ["--db", str(store_file)]
 
 
 def test_requests_as_a_table_and_as_json(run: Run, source: list[str]) -> None:
@@ -301,6 +310,70 @@ def test_query_lists_and_describes(run: Run) -> None:
     assert {one["name"] for one in json.loads(run("query", "--list", "--json").stdout)} == set(
         query.questions()
     )
+
+
+@pytest.mark.parametrize(
+    ("sql", "code"),
+    [
+        ("selec 1", 1),
+        ("select * from nosuch", 1),
+        ("select 'x'::int", 1),
+        ("select count(*) from range(1e9::bigint) a, range(1e9::bigint) b", 1),
+        ("drop table requests", 2),
+        ("select 1; select 2", 2),
+        ("select $then", 2),
+        ("select 1 --" + "x" * 65536, 2),
+    ],
+)
+def test_wrong_sql_has_the_same_exit_code_of_a_daemon_and_of_a_file(
+    run: Run, source: list[str], sql: str, code: int
+) -> None:
+    limit = ["--sql-seconds", "1"] if source else []
+    failed(run("query", sql, *source, *limit), code)
+
+
+def test_a_table_without_rows_says_so(run: Run, source: list[str]) -> None:
+    def said(*arguments: str) -> str:
+        result = run("query", "ttft", *arguments, *source)
+        assert (result.returncode, result.stdout.startswith("label")) == (0, True)
+        return result.stderr
+
+    assert said("--where", "connector=psh") == "no rows\n"
+    assert "production itself is the empty label, ''" in said("--label", "production")
+    assert "ttft tells each label" in said("--label", "canary")
+    assert said("--label", "") == ""
+    assert said("--where", "connector=psh", "--format", "csv") == ""
+
+
+def test_help_says_which_questions_and_sources_a_flag_is_for(run: Run) -> None:
+    text = " ".join(run("query", "--help").stdout.split())
+    assert "default 20, of questions that take it" in text
+    assert "--sql-* are for --db" in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["query", "slowest"], ["query", "ttft", "-o", "-", "--format", "csv"], ["requests"], ["sessions"],
+     ["report", "-o", "-"], ["export", "-o", "-"], ["whatif"], ["--version"]],
+)  # fmt: skip
+def test_closed_standard_output_is_one_line(store_file: Path, arguments: list[str]) -> None:
+    for close in (">&-", ">&- 2>&-"):
+        line = f'exec "$@" {close}'
+        command = ["sh", "-c", line, "sh", sys.executable, "-m", "kvscope.cli", *arguments]
+        if arguments != ["--version"]:
+            command += ["--db", str(store_file)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 1
+        assert done.stderr == "" if "2>" in close else failed(done, 1).startswith("kvscope: standard output")
+        assert len(done.stderr.splitlines()) <= 1
+
+
+def test_complaints_do_not_go_to_standard_output_where_errors_are_closed(store_file: Path) -> None:
+    command = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-m", "kvscope.cli", "query", "SELEC 1"]
+    done = subprocess.run(
+        [*command, "--db", str(store_file)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "")
 
 
 def test_a_cut_result_says_so(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -534,6 +535,15 @@ def test_a_store_file_gives_frames_and_says_which_time_it_covers(store_file: Pat
     assert [row[0] for row in found["rows"]] == [str(rows.PUSH["id"])]
     assert len(source.requests(lookup.Listing(since="2026-11-29T15:54:17Z"))) == 2
     source.close()
+
+
+def test_an_empty_store_file_gives_a_frame_of_now(tmp_path: Path) -> None:
+    with duckdb.connect(str(tmp_path / "empty.duckdb")) as connection:
+        rows.fill(connection)
+        connection.execute("DELETE FROM requests")
+    shown = client.StoreFile(tmp_path / "empty.duckdb").frame(Scope(window="1h"))
+    assert time.time_ns() - shown.at_ns < 60 * SECOND_NS
+    assert (shown.in_flight, shown.recent) == ([], [])
 
 
 def test_a_store_file_without_requests_has_no_span(tmp_path: Path) -> None:

@@ -116,6 +116,20 @@ def test_a_window_is_made_listed_changed_and_removed(source: Source, run: Run) -
     assert (anew.kind, anew.notes, anew.until_ns) == ("release", [], None)
 
 
+def test_a_name_alone_shows_that_window(source: Source, run: Run) -> None:
+    source.change("outage-7", kind="incident", since=at(0), note="switch 3")
+    source.change("v1.4", kind="release", since=at(5))
+    shown = run("label", "outage-7", *source.arguments)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "switch 3" in shown.stdout
+    assert "v1.4" not in shown.stdout
+    (one,) = json.loads(run("label", "outage-7", "--json", *source.arguments).stdout)
+    assert one["name"] == "outage-7"
+    absent = run("label", "outage-8", *source.arguments)
+    assert (absent.returncode, absent.stdout) == (2, "")
+    assert absent.stderr.startswith("kvscope: no window 'outage-8'; --list tells")
+
+
 def test_the_row_made_last_counts_even_where_the_clock_was_set_back(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +181,7 @@ def test_a_name_that_is_none_is_said_with_the_nearest(source: Source, run: Run) 
     source.change("outage-7", kind="incident", since=at(0))
     asked = run("query", "ttft", "--during", "outage7", *source.arguments)
     assert asked.returncode == 2
-    assert asked.stderr == "kvscope: since: no window 'outage7'; did you mean @outage-7?\n"
+    assert asked.stderr == "kvscope: --during: no window 'outage7'; did you mean outage-7?\n"
     asked = run("requests", "--since", "@x", *source.arguments)
     assert asked.returncode == 2
     assert "`kvscope label --list` tells those there are" in asked.stderr
@@ -378,6 +392,6 @@ def test_an_archive_of_the_store_tells_the_same(store_file: Path, run: Run, tmp_
 
 
 def test_a_kept_table_is_cut_by_no_time(source: Source) -> None:
-    source.change("old", kind="incident", since="0", until="1")
+    source.change("old", kind="incident", since="0", until="1970-01-02")
     assert source.query("SELECT name FROM requests, labels LIMIT 1", since=at(1)) == [["old"]]
     assert {table.name for table in schema.TABLES if table.kept} == {"engines", "labels"}

@@ -80,6 +80,25 @@ def test_what_is_no_moment_is_refused_in_one_line(text: str | int) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("10", "until: 10 is no moment; write 10m"),
+        ("1", "write 1m"),
+        ("20261129", "2026-11-29T15:54:09"),
+        ("1795913000", "write 1795913000000000000$"),
+        ("1795913000000", "write 1795913000000000000$"),
+        ("1795913000000000", "write 1795913000000000000$"),
+        (str(10**16 - 1), "Unix nanoseconds"),
+    ],
+)
+def test_a_number_without_its_unit_is_refused_with_what_to_write(text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        moment_ns(text, name="until")
+    assert moment_ns(int(text)) == int(text), "programs say what they mean"
+    assert moment_ns(str(10**16)) == 10**16
+
+
 # --- what is selected ------------------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ NO_DAEMON = "http://127.0.0.1:9"
 
 @pytest.fixture(params=["daemon", "file"])
 def source(request: pytest.FixtureRequest, store_file: Path, url: str) -> list[str]:
-    return ["--url", url] if request.param == "daemon" else ["--db", str(store_file), "--url", NO_DAEMON]
+    return ["--url", url] if request.param == "daemon" else ["--db", str(store_file)]
 
 
 def environment(tmp_path: Path) -> dict[str, str]:
@@ -90,13 +90,16 @@ SELECT id, p_engine, read_after_expiry FROM requests ORDER BY id LIMIT 1; .since
 
 
 def test_piped_it_stops_at_the_first_error_with_its_exit_code(tmp_path: Path, source: list[str]) -> None:
-    wrong = 2 if "--db" not in source else 1  # as `kvscope query` has it
+    taken = tmp_path / "taken.csv"
+    taken.touch()
     for text, code, words in (
-        ("SELECT 1; SELEC 2; SELECT 33;", wrong, "syntax error"),
+        ("SELECT 1; SELEC 2; SELECT 33;", 1, "syntax error"),
         ("DROP TABLE requests; SELECT 33;", 2, "only SELECT"),
         (".nope\nSELECT 33;", 2, "no command"),
         (".where nope=1\nSELECT 33;", 2, "nope"),
         (".ask nope\nSELECT 33;", 2, "no question"),
+        (".ask\nSELECT 33;", 2, "write .ask NAME"),
+        (f".output {taken}\nSELECT 33;", 2, "is there already; name another file"),
         (".schema nope\nSELECT 33;", 2, "no table"),
         (b"SELECT '\xff\xfe'; SELECT 33;", 2, "no valid text"),
         ("SELECT '" + "x" * 70000, 2, "64 KiB"),
@@ -105,7 +108,21 @@ def test_piped_it_stops_at_the_first_error_with_its_exit_code(tmp_path: Path, so
         assert (done.returncode, len(done.stderr.splitlines())) == (code, 1), (text[:40], done.stderr)
         assert words in done.stderr
         assert "33" not in done.stdout
-    assert piped(tmp_path, "SELECT 1;", "--url", NO_DAEMON).returncode == 3
+        assert "--force" not in done.stderr, "the shell has none"
+
+
+def test_without_a_daemon_it_does_not_start(tmp_path: Path) -> None:
+    for text in ("SELECT 1;", ""):
+        done = piped(tmp_path, text, "--url", NO_DAEMON)
+        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (3, "", 1)
+        assert "no kvscope daemon" in done.stderr
+
+
+def test_the_bare_name_of_a_question_is_answered(tmp_path: Path, source: list[str]) -> None:
+    asked = piped(tmp_path, ".where connector=push\n.format csv\n.ask ttft\n", *source)
+    bare = piped(tmp_path, ".where connector=push\n.format csv\nttft;\n", *source)
+    assert (bare.returncode, bare.stderr, bare.stdout) == (0, "", asked.stdout)
+    assert bare.stdout.startswith("label,")
 
 
 def test_tables_columns_and_questions_are_told(tmp_path: Path, source: list[str]) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -176,6 +180,92 @@ def test_what_is_no_parquet_directory_is_said_in_one_line(tmp_path: Path) -> Non
         open_file(pattern)
 
 
+def as_user(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """`kvscope ARGUMENTS` by somebody whom permissions hold for, as they don't for root."""
+    held = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all"]
+    command = [sys.executable, "-m", "kvscope.cli", *map(str, arguments)]
+    return subprocess.run(
+        command if os.geteuid() else [*held, *command],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kept", ["v1", "v1/requests", "v1/requests/d=2026-11-29", "v1/requests/d=2026-11-29/h=15", "file"]
+)
+def test_what_may_not_be_read_is_not_passed_over(
+    stored: tuple[Path, Path], tmp_path: Path, kept: str
+) -> None:
+    directory = tmp_path / "archive"
+    shutil.copytree(stored[1], directory)
+    files = (directory / "v1/requests/d=2026-11-29/h=15").iterdir()
+    path = next(files) if kept == "file" else directory / kept
+    path.chmod(0)
+    try:
+        asked = as_user("query", "ttft", "--db", directory)
+        imported = as_user("import", directory, "-o", tmp_path / "i.duckdb")
+    finally:
+        path.chmod(0o755)
+    for result in (asked, imported):
+        assert (result.returncode, result.stdout) == (1, "")
+        assert result.stderr.startswith(f"kvscope: {path}")
+        assert "Permission denied" in result.stderr
+        assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "i.duckdb").exists()
+
+
+def test_a_link_to_a_file_that_is_gone_is_not_passed_over(tmp_path: Path) -> None:
+    with duckdb.connect() as connection:
+        fill(connection)
+        copy(connection, tmp_path, "requests")
+    gone = tmp_path / "v1/requests/d=2026-11-29/h=15/moved.parquet"
+    gone.symlink_to("/nowhere/moved.parquet")
+    with pytest.raises(KvscopeError, match=r"moved\.parquet: can't be read \(No such file"):
+        open_file(tmp_path)
+
+
+def test_a_file_that_is_no_store_or_may_not_be_read_is_called_so(tmp_path: Path) -> None:
+    path = tmp_path / "answers.json"
+    path.write_text("{}")
+    with pytest.raises(KvscopeError, match="its name is not that of a DuckDB file"):
+        open_file(path)
+    locked = tmp_path / "s.duckdb"
+    with duckdb.connect(str(locked)):
+        pass
+    locked.chmod(0)
+    result = as_user("query", "ttft", "--db", locked)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert (
+        result.stderr == f"kvscope: {locked}: it may not be read; have its owner allow it, or name a copy\n"
+    )
+
+
+def test_a_folder_that_may_not_be_written_is_told_by_the_name_that_was_given(
+    stored: tuple[Path, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "mine" / "v1").mkdir(parents=True)
+    folders = (tmp_path / "mine" / "v1", tmp_path / "mine")
+    for folder in folders:
+        folder.chmod(0o555)
+    target = tmp_path / "mine"
+    try:
+        said = [
+            as_user("query", "ttft", "--db", stored[0], "-o", target / "x.csv").stderr,
+            as_user("import", stored[0], "-o", target / "x.duckdb").stderr,
+            as_user("archive", target, "--db", stored[0]).stderr,
+        ]
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
+    for text in said:
+        assert "Permission denied" in text
+        assert ".part" not in text
+        assert ".lock" not in text
+    assert str(target / "x.csv") in said[0]
+    assert said[1].count(f"{target}/x.duckdb") == 2
+    assert said[2] == f"kvscope: {target}: Permission denied; name another directory, or mend this one\n"
+
+
 @pytest.mark.parametrize(
     "sql",
     ["SELECT * FROM read_text('/etc/passwd')", "SELECT * FROM glob('/etc/*')", "SELECT * FROM '/etc/passwd'",
@@ -188,7 +278,7 @@ def test_sql_reaches_no_other_files(sources: tuple[client.StoreFile, client.Stor
 
 
 def test_the_commands_take_a_directory_too(run: Run, stored: tuple[Path, Path]) -> None:
-    directory = ["--db", str(stored[1]), "--url", "http://127.0.0.1:9"]
+    directory = ["--db", str(stored[1])]
     window = ["--since", "2026-11-29T15:54:09Z", "--until", "2026-11-29T15:54:12Z"]
     answer = json.loads(
         run("query", "slowest", *window, "--where", "connector=push", "--json", *directory).stdout

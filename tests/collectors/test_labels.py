@@ -37,10 +37,10 @@ def test_a_window_is_on_disk_when_it_was_kept_and_in_every_snapshot(tmp_path: Pa
     for thread in threads:
         thread.join()
     assert ask(store, "SELECT count(DISTINCT name) FROM labels") == [(8,)]
-    change(store, "last", kind="incident", since="10", until="20")
-    assert ask(store, LATEST) == [("last", "incident", 20)]
+    change(store, "last", kind="incident", since="0", until="1970-01-02")
+    assert ask(store, LATEST) == [("last", "incident", 86400 * 10**9)]
     store.snapshot(tmp_path / "copy.duckdb")
-    assert query(tmp_path / "copy.duckdb", LATEST) == [("last", "incident", 20)]
+    assert query(tmp_path / "copy.duckdb", LATEST) == [("last", "incident", 86400 * 10**9)]
     assert store.close()
     again = Store(tmp_path / "s.duckdb")
     assert ask(again, "SELECT count(*) FROM labels") == [(9,)]
