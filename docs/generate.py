@@ -530,11 +530,10 @@ def whatif_page() -> str:
         checked,
         *([table(head, rows)] if rows else []),
         "A prediction takes what lies side by side to be free, as it is where P and D have hosts of their "
-        "own. Here they share two cores, so that push gains less than it would elsewhere, and with a small "
-        "model, whose first token takes 0.1 s, most of it in the frontends, predictions are further off: of "
-        "240 requests of each mode (4 layers 128 wide, 2026-11-30) push was predicted 19 % too fast and pull "
-        "29 % too slow. Only medians were checked, not the predictions of single requests that "
-        "`kvscope explain` shows.",
+        "own. Here they share two cores, so that push gains less than it would elsewhere; with a small "
+        "model, whose first token takes 0.1 s, most of it in the frontends, it was predicted 19 % too fast "
+        "(240 requests, 4 layers 128 wide, 2026-11-30). Only medians were checked, not the predictions of "
+        "single requests that `kvscope explain` shows.",
     )
 
 
