@@ -253,7 +253,7 @@ def test_every_command_of_the_runbook_works(
     arguments = [known.get(argument, argument) for argument in arguments]
     if name in ("query", "explain", "requests"):
         code = cli.main([name, *arguments, "--db", str(store)])
-        assert (code, capsys.readouterr().err.replace("no such requests\n", "")) == (0, "")
+        assert (code, capsys.readouterr().err) in ((0, ""), (0, "no such requests\n"), (0, "no rows\n"))
     else:  # it asks a daemon, and there is none: it is understood, no more
         once = ["--once"] if name == "top" and "--page" not in arguments else []
         code = cli.main([name, *arguments, "--url", "http://127.0.0.1:9", *once])
