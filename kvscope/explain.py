@@ -343,7 +343,7 @@ def _prediction_notes(request: Row) -> Iterator[str]:
     if coordination:
         yield f"{ms(ttft - coordination)} ms without any coordination wait"
     predictions = (
-        ("predicted_push_ttft_ns", "push", "D registered before prefill had finished"),
+        ("predicted_push_ttft_ns", "push", "D asked at the same time as P"),
         ("predicted_pull_ttft_ns", "pull", "D asked as soon as prefill had finished"),
     )
     for column, connector, assumption in predictions:

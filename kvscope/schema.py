@@ -120,7 +120,7 @@ REQUESTS = Table(
         Column(
             "predicted_push_ttft_ns",
             "BIGINT",
-            "Pulled request: TTFT had D been registered before prefill ended",
+            "Pulled request: TTFT had D been asked at the same time as P",
         ),
         Column(
             "predicted_pull_ttft_ns", "BIGINT", "Pushed request: TTFT had D been asked after prefill ended"

@@ -122,7 +122,7 @@ def test_a_row_alone_is_enough() -> None:
         (rows.RECOMPUTED, "failure transfer_failed (engine-p) in engine-d"),
         (
             rows.PULL,
-            "push would have taken 90.000 ms (-9.750), assuming D registered",
+            "push would have taken 90.000 ms (-9.750), assuming D asked at",
         ),
         (rows.PULL, "lease on P rank 0: released after 40 ms, 30.0 s before its deadline, 2 renewals"),
         ({**rows.PULL, "clamped_ns": 2_000_000}, "out of order by 2.000 ms"),
